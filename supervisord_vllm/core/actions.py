@@ -1,0 +1,92 @@
+"""Actions: what the core asks the shell to do. Each ends in a fact; none is carried out here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from supervisord_vllm.core.decision import Decision
+from supervisord_vllm.core.levers import Levers
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Base of all actions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decide(Action):
+    """Record the decision (intent) before the actions that follow it in the same step are carried out."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Reap(Action):
+    """End everything that carries this instance's marker → `LeftoversReaped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchGate(Action):
+    """Sample memory, port and locks until `Spawn` or `CloseGate` → `GateSampled`, again and again."""
+
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGate(Action):
+    """Stop sampling and give back the locks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn(Action):
+    """Start the engine with exactly these levers → `Spawned` or `SpawnFailed`, later `Exited`, `Diagnosed`."""
+
+    launch: int
+    levers: Levers
+
+
+@dataclass(frozen=True, slots=True)
+class Canary(Action):
+    """Send one request of one token → `CanaryDone`."""
+
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Action):
+    """End a living engine, politely first → `Exited`, `Diagnosed`, `TreeEnded`. ``phase`` chooses the signals."""
+
+    launch: int
+    phase: Literal["starting", "serving"]
+
+
+@dataclass(frozen=True, slots=True)
+class EndTree(Action):
+    """The main process is gone: end what it left behind → `Diagnosed`, `TreeEnded`."""
+
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proven(Action):
+    """Remember this launch as proven and its target levers as last known good."""
+
+    launch: int
+    target: Levers
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Action):
+    """Tell everybody that nothing automatic is right any more. ``exhausted_until_ns`` is set when a window ran out:
+    until then a later start in this boot gives up again with the same text."""
+
+    text: str
+    exhausted_until_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit(Action):
+    """End the daemon with this exit status."""
+
+    code: int

@@ -1,0 +1,205 @@
+"""Facts: everything that can reach `decide`, as frozen values.
+
+The shell observes and puts facts into one queue; the core never asks. ``at_ns`` is CLOCK_BOOTTIME in nanoseconds (wall
+clock is only for people and is added by the store). ``launch`` is the launch a fact belongs to, 0 where it belongs to
+none; a fact of another launch than the current one is dropped and counted by `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from supervisord_vllm.core.diagnosis import Diagnosis, Number
+from supervisord_vllm.core.levers import Levers
+
+Phase = Literal["importing", "weights", "compiling", "profiling", "capturing", "serving"]
+Verb = Literal["start", "stop", "hold", "resume", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRef:
+    """A process as an operator would look for it. Memory is what it holds on the device in question, if known."""
+
+    pid: int
+    user: str = ""
+    command: str = ""
+    memory_bytes: int | None = None
+    ours: bool = False
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.command or 'unknown'})"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One sample of one device. ``total_bytes`` is what vLLM will see as total (NVML total minus reserved; for a CPU
+    engine the cgroup limit or the machine); ``free_bytes`` is before our engine's own context is taken off;
+    ``context_bytes`` is the first guess of that context. Holders are sorted by size, the largest first.
+    """
+
+    device: str
+    total_bytes: int
+    free_bytes: int
+    context_bytes: int
+    own_bytes: int = 0
+    holders: tuple[ProcessRef, ...] = ()
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Memory that is neither free nor our engine's."""
+        return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What every fact carries."""
+
+    at_ns: int
+    launch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonStarted(Fact):
+    """First fact of every daemon run, with what the store remembers. ``exhausted`` is the text of a give-up by an
+    exhausted budget earlier in this boot whose window has not passed."""
+
+    boot_id: str
+    next_launch: int
+    next_decision: int
+    last_known_good: Levers | None = None
+    exhausted: str | None = None
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoversReaped(Fact):
+    """Everything that carried our instance's marker was ended; ``survivors`` could not be."""
+
+    ended: tuple[ProcessRef, ...] = ()
+    survivors: tuple[ProcessRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSampled(Fact):
+    """One look at what must hold before a launch. ``devices`` is empty where memory cannot be read
+    (``memory_error``); ``port_owner`` is who listens on the engine's port, ``lock_owner`` who holds the
+    device's lock."""
+
+    devices: tuple[DeviceMemory, ...] = ()
+    memory_error: str | None = None
+    port_owner: ProcessRef | None = None
+    lock_owner: ProcessRef | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawned(Fact):
+    """The engine's main process exists. ``argv`` has secrets redacted."""
+
+    pid: int
+    start_ticks: int
+    argv: tuple[str, ...]
+    log: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnFailed(Fact):
+    """The engine could not be executed at all (no such command, not executable, ...)."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeen(Fact):
+    """The engine's output entered a new phase of the start."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSeen(Fact):
+    """Numbers of vLLM's memory account that a line printed, under their canonical names."""
+
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FatalSeen(Fact):
+    """A line of the engine core says that it is dying; it clears readiness at once and proves nothing by itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthSeen(Fact):
+    """/health changed: the HTTP status, or ``None`` for no answer. Only changes are facts."""
+
+    status: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryDone(Fact):
+    """The one-token request was answered, or failed with ``detail``."""
+
+    ok: bool
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited(Fact):
+    """The engine's main process ended; exactly one of code and signal is set, both ``None`` when unknown."""
+
+    code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosed(Fact):
+    """The output has ended and was judged. ``devices`` is the last memory sample before the end, ``after`` one taken once
+    the engine was gone."""
+
+    diagnosis: Diagnosis
+    devices: tuple[DeviceMemory, ...] = ()
+    after: tuple[DeviceMemory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeEnded(Fact):
+    """Every process of the launch is gone but ``survivors``."""
+
+    survivors: tuple[ProcessRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Fact):
+    """A timer that the state asked for (`State.wake_at_ns`) is due."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commanded(Fact):
+    """An operator's verb, or ``shutdown`` for SIGTERM to the daemon."""
+
+    verb: Verb
+    reason: str = ""
+    by: str = ""
+
+
+FACTS: tuple[type[Fact], ...] = (
+    DaemonStarted,
+    LeftoversReaped,
+    GateSampled,
+    Spawned,
+    SpawnFailed,
+    PhaseSeen,
+    LedgerSeen,
+    FatalSeen,
+    HealthSeen,
+    CanaryDone,
+    Exited,
+    Diagnosed,
+    TreeEnded,
+    Tick,
+    Commanded,
+)

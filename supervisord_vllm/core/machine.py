@@ -1,0 +1,206 @@
+"""The state machine: `TABLE` maps every state and every fact to what happens, and `decide` is the only way in.
+
+The table is total: each cell is a handler with every state it may lead to, or an explicit `IGNORE`. Nothing here knows
+a clock (facts carry times), does I/O or draws a random number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Union
+
+from supervisord_vllm.core.commands import (
+    backoff_over,
+    command_adopting,
+    command_idle,
+    command_running,
+    command_stopping,
+)
+from supervisord_vllm.core.facts import (
+    FACTS,
+    CanaryDone,
+    Commanded,
+    DaemonStarted,
+    Diagnosed,
+    Exited,
+    Fact,
+    FatalSeen,
+    GateSampled,
+    HealthSeen,
+    LedgerSeen,
+    LeftoversReaped,
+    PhaseSeen,
+    Spawned,
+    SpawnFailed,
+    Tick,
+    TreeEnded,
+)
+from supervisord_vllm.core.gating import gate_deadline, gate_sampled, reaped, started
+from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.running import (
+    canary_done,
+    exited,
+    fatal_seen,
+    first_health,
+    health_seen,
+    ledger_seen,
+    phase_seen,
+    running_tick,
+    spawn_failed,
+    spawned,
+)
+from supervisord_vllm.core.state import State, StateName
+from supervisord_vllm.core.steps import Step
+from supervisord_vllm.core.stopping import diagnosed, stop_deadline, stopping_exited, tree_ended
+
+Handler = Callable[[Policy, State, Any], Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a fact does in a state: the handler and every state it may lead to (staying is always allowed)."""
+
+    handler: Handler
+    to: frozenset[StateName] = frozenset()
+
+
+class _Ignore:
+    def __repr__(self) -> str:
+        return "IGNORE"
+
+
+IGNORE = _Ignore()
+"""A fact that says nothing in a state, on purpose."""
+Entry = Union[Cell, _Ignore]
+
+
+def decide(policy: Policy, state: State, fact: Fact) -> Step:
+    """The next state and what the shell shall do. The same arguments always give the same result.
+
+    A fact of another launch than the present one is dropped and counted.
+    """
+    expected = state.next_launch if isinstance(fact, GateSampled) else state.launch.number if state.launch else 0
+    if fact.launch not in (0, expected):
+        return replace(state, dropped=state.dropped + 1), ()
+    entry = TABLE[state.name][type(fact)]
+    if isinstance(entry, _Ignore):
+        return state, ()
+    after, actions = entry.handler(policy, state, fact)
+    if after.name is not state.name and after.name not in entry.to:
+        raise AssertionError(f"{state.name.value} --{type(fact).__name__}--> {after.name.value} is not in the table")
+    return after, actions
+
+
+def _on(handler: Handler, *to: StateName) -> Cell:
+    return Cell(handler, frozenset(to))
+
+
+def _row(cells: Mapping[type[Fact], Cell], ignores: Iterable[type[Fact]]) -> Mapping[type[Fact], Entry]:
+    row: dict[type[Fact], Entry] = {**cells, **dict.fromkeys(ignores, IGNORE)}
+    missing = [fact.__name__ for fact in FACTS if fact not in row]
+    if missing:
+        raise AssertionError(f"the table says nothing about {', '.join(missing)}")
+    return row
+
+
+_S = StateName
+_WHEREVER = (_S.STOPPED, _S.GATING, _S.BACKING_OFF, _S.GIVEN_UP)
+_OF_A_LAUNCH = (
+    Spawned,
+    SpawnFailed,
+    PhaseSeen,
+    LedgerSeen,
+    FatalSeen,
+    HealthSeen,
+    CanaryDone,
+    Exited,
+    Diagnosed,
+    TreeEnded,
+)
+_OF_THE_DAEMON = (DaemonStarted, LeftoversReaped)
+
+TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
+    _S.ADOPTING: _row(
+        {
+            DaemonStarted: _on(started, _S.GIVEN_UP),
+            LeftoversReaped: _on(reaped, _S.GATING, _S.GIVEN_UP),
+            Commanded: _on(command_adopting, _S.STOPPED),
+        },
+        ignores=(*_OF_A_LAUNCH, GateSampled, Tick),
+    ),
+    _S.STOPPED: _row(
+        {Commanded: _on(command_idle, _S.ADOPTING)},
+        ignores=(*_OF_THE_DAEMON, *_OF_A_LAUNCH, GateSampled, Tick),
+    ),
+    _S.GATING: _row(
+        {
+            GateSampled: _on(gate_sampled, _S.STARTING),
+            Tick: _on(gate_deadline, _S.GIVEN_UP),
+            Commanded: _on(command_idle, _S.STOPPED),
+        },
+        ignores=(*_OF_THE_DAEMON, *_OF_A_LAUNCH),
+    ),
+    _S.STARTING: _row(
+        {
+            Spawned: _on(spawned),
+            SpawnFailed: _on(spawn_failed, _S.GIVEN_UP),
+            PhaseSeen: _on(phase_seen),
+            LedgerSeen: _on(ledger_seen),
+            FatalSeen: _on(fatal_seen),
+            HealthSeen: _on(first_health, _S.PROVING),
+            Exited: _on(exited, _S.STOPPING),
+            Tick: _on(running_tick, _S.STOPPING),
+            Commanded: _on(command_running, _S.STOPPING),
+        },
+        ignores=(*_OF_THE_DAEMON, GateSampled, CanaryDone, Diagnosed, TreeEnded),
+    ),
+    _S.PROVING: _row(
+        {
+            LedgerSeen: _on(ledger_seen),
+            FatalSeen: _on(fatal_seen),
+            HealthSeen: _on(health_seen),
+            CanaryDone: _on(canary_done, _S.STOPPING),
+            Exited: _on(exited, _S.STOPPING),
+            Tick: _on(running_tick, _S.SERVING, _S.STOPPING),
+            Commanded: _on(command_running, _S.STOPPING),
+        },
+        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, Diagnosed, TreeEnded),
+    ),
+    _S.SERVING: _row(
+        {
+            LedgerSeen: _on(ledger_seen),
+            FatalSeen: _on(fatal_seen),
+            HealthSeen: _on(health_seen),
+            Exited: _on(exited, _S.STOPPING),
+            Tick: _on(running_tick, _S.STOPPING),
+            Commanded: _on(command_running, _S.STOPPING),
+        },
+        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, CanaryDone, Diagnosed, TreeEnded),
+    ),
+    _S.STOPPING: _row(
+        {
+            Spawned: _on(spawned),
+            SpawnFailed: _on(spawn_failed, _S.GIVEN_UP, _S.STOPPED),
+            LedgerSeen: _on(ledger_seen),
+            Exited: _on(stopping_exited),
+            Diagnosed: _on(diagnosed, *_WHEREVER),
+            TreeEnded: _on(tree_ended, *_WHEREVER),
+            Tick: _on(stop_deadline, _S.GIVEN_UP),
+            Commanded: _on(command_stopping, *_WHEREVER),
+        },
+        ignores=(*_OF_THE_DAEMON, GateSampled, PhaseSeen, FatalSeen, HealthSeen, CanaryDone),
+    ),
+    _S.BACKING_OFF: _row(
+        {
+            Tick: _on(backoff_over, _S.GATING),
+            Commanded: _on(command_idle, _S.STOPPED),
+        },
+        ignores=(*_OF_THE_DAEMON, *_OF_A_LAUNCH, GateSampled),
+    ),
+    _S.GIVEN_UP: _row(
+        {Commanded: _on(command_idle, _S.STOPPED, _S.ADOPTING)},
+        ignores=(*_OF_THE_DAEMON, *_OF_A_LAUNCH, GateSampled, Tick),
+    ),
+}
+"""Read a row as: in this state, this fact does that and may lead there; everything else is ignored by name."""

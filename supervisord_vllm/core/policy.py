@@ -1,0 +1,71 @@
+"""The policy as the core sees it: plain frozen values, already validated (see `supervisord_vllm.config`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from supervisord_vllm.core.diagnosis import Kind
+from supervisord_vllm.core.levers import Levers, Rung
+
+SECOND = 1_000_000_000
+"""Nanoseconds in a second: every time in the core is an integer of nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """``[policy.KIND]``: the remedies of one kind, replaced, or their order left to the ladder.
+
+    ``remedies`` names levers (snake_case) or ``wait``, ``same-again``, ``reap``, ``clean``, ``stop``; ``None`` keeps
+    the kind's own list.
+    """
+
+    remedies: tuple[str, ...] | None = None
+    order: Literal["kind", "ladder"] = "kind"
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delay before restart n (from 0): ``min(max_ns, first_ns * factor**n)``, with a jitter of at most 10 %."""
+
+    first_ns: int = 2 * SECOND
+    factor: float = 2.0
+    max_ns: int = 300 * SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Memory must be enough in every sample of the last ``window_ns``; a neighbour is waited for at most
+    ``patience_ns`` when a fitting utilization is permitted, and anything at most ``deadline_ns``."""
+
+    window_ns: int = 2 * SECOND
+    patience_ns: int = 60 * SECOND
+    deadline_ns: int = 600 * SECOND
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the operator asked for and what may move. Times are nanoseconds."""
+
+    name: str
+    declared: Levers = field(default_factory=Levers)
+    ladder: tuple[Rung, ...] = ()
+    overrides: Mapping[Kind, Override] = field(default_factory=dict)
+    act: bool = True
+    on_give_up: Literal["exit", "stay"] = "exit"
+    budget: int = 6
+    window_ns: int = 3600 * SECOND
+    max_launches: int = 12
+    backoff: Backoff = Backoff()
+    gate: Gate = Gate()
+    start_max_ns: int = 3600 * SECOND
+    soak_ns: int = 30 * SECOND
+    min_concurrency: float = 1.0
+    allow: frozenset[str] = frozenset()
+    fingerprint: str = ""
+    """Hash of everything that makes two launches comparable: command, arguments, environment, declared levers."""
+
+    def rung(self, lever: str) -> Rung | None:
+        """The permission to move a lever, or ``None``."""
+        return next((rung for rung in self.ladder if rung.lever == lever), None)

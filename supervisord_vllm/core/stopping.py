@@ -1,0 +1,95 @@
+"""While a tree is being ended, and where that leads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from supervisord_vllm.core import telling
+from supervisord_vllm.core.actions import Exit
+from supervisord_vllm.core.decision import Decision
+from supervisord_vllm.core.diagnosis import Action, Kind
+from supervisord_vllm.core.facts import Diagnosed, Exited, Tick, TreeEnded
+from supervisord_vllm.core.judgement import judge, record
+from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.state import STOP_DEADLINE_NS, Incident, State, StateName
+from supervisord_vllm.core.steps import GIVEN_UP_STATUS, Step, enter, to_gate, to_given_up
+
+
+def stopping_exited(policy: Policy, state: State, fact: Exited) -> Step:
+    assert state.launch is not None
+    return replace(state, launch=replace(state.launch, exited=fact)), ()
+
+
+def diagnosed(policy: Policy, state: State, fact: Diagnosed) -> Step:
+    """stopping: the verdict of a failed launch makes the decision."""
+    assert state.ending is not None
+    if state.ending.why != "failure" or state.ending.plan is not None:
+        return state, ()
+    ending = state.ending
+    state, recorded, plan = judge(policy, state, fact)
+    state = replace(state, ending=replace(ending, plan=plan))
+    if not ending.gone:
+        return state, (recorded,)
+    state, actions = leave_stopping(policy, state, fact.at_ns)
+    return state, (recorded, *actions)
+
+
+def tree_ended(policy: Policy, state: State, fact: TreeEnded) -> Step:
+    assert state.ending is not None and state.launch is not None
+    if fact.survivors:
+        return _cannot_stop(policy, state, fact.at_ns, ", ".join(str(process) for process in fact.survivors))
+    ending = replace(state.ending, gone=True)
+    state = replace(state, ending=ending)
+    if ending.why == "failure" and ending.plan is None:
+        return state, ()
+    return leave_stopping(policy, state, fact.at_ns)
+
+
+def stop_deadline(policy: Policy, state: State, fact: Tick) -> Step:
+    assert state.ending is not None
+    if fact.at_ns < state.ending.since_ns + STOP_DEADLINE_NS:
+        return state, ()
+    return _cannot_stop(policy, state, fact.at_ns, f"its tree was not gone after {telling.span(STOP_DEADLINE_NS)}")
+
+
+def _cannot_stop(policy: Policy, state: State, now_ns: int, names: str) -> Step:
+    """→ given-up: a process of ours cannot be ended; starting beside it could only make things worse."""
+    assert state.launch is not None
+    sentence = (
+        f"Launch {state.launch.number} cannot be ended: {names}. A process in state D waits for a driver or a disk and"
+        " cannot be killed; look with `ps -o pid,stat,wchan:32,cmd`, then start the daemon again."
+    )
+    decision = Decision(
+        number=state.next_decision,
+        at_ns=now_ns,
+        launch=state.launch.number,
+        kind=Kind.STOP_HANG,
+        action=Action.STOP_OPERATOR,
+        sentence=sentence,
+    )
+    shutdown = state.ending is not None and state.ending.why == "shutdown"
+    state, recorded = record(state, decision)
+    state, actions = to_given_up(policy, state, now_ns, sentence)
+    if shutdown and Exit(GIVEN_UP_STATUS) not in actions:
+        actions = (*actions, Exit(GIVEN_UP_STATUS))
+    return state, (recorded, *actions)
+
+
+def leave_stopping(policy: Policy, state: State, now_ns: int) -> Step:
+    """stopping → where the reason of the stop leads."""
+    ending = state.ending
+    assert ending is not None
+    if ending.why == "shutdown":
+        return enter(state, StateName.STOPPED, now_ns, ending=None), (Exit(0),)
+    if ending.why == "operator":
+        return enter(state, StateName.STOPPED, now_ns, ending=None, incident=Incident(), failures=0), ()
+    plan = ending.plan
+    assert plan is not None
+    if plan.to is StateName.GIVEN_UP:
+        return to_given_up(policy, state, now_ns, plan.text, plan.exhausted_until_ns)
+    if plan.to is StateName.BACKING_OFF:
+        after = enter(
+            state, StateName.BACKING_OFF, now_ns, target=plan.target, ending=None, resume_ns=now_ns + plan.delay_ns
+        )
+        return after, ()
+    return to_gate(state, now_ns, plan.target)
