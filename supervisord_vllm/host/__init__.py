@@ -1,0 +1,1 @@
+"""Linux's side: processes, memory, ports, locks, systemd."""
