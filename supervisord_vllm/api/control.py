@@ -1,0 +1,30 @@
+"""What the surfaces ask of the daemon."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, get_args
+
+from supervisord_vllm.status import Snapshot
+
+Verb = Literal["start", "stop", "hold", "resume"]
+VERBS: tuple[str, ...] = get_args(Verb)
+
+
+class RefusedError(Exception):
+    """The daemon will not do it; the message says why, in one line."""
+
+
+class Control(Protocol):
+    """The daemon, as its surfaces see it. Called on the daemon's loop."""
+
+    def snapshot(self) -> Snapshot:
+        """Describe this moment; cheap, never waits."""
+        ...
+
+    async def command(self, verb: Verb, reason: str, by: str) -> str:
+        """Carry out an operator's verb; the answer is one line for them.
+
+        Raises:
+            RefusedError: it is not done.
+        """
+        ...

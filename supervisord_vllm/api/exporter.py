@@ -1,0 +1,151 @@
+"""Prometheus metrics, prefix ``vllm_supervise_``: gauges read from the snapshot, counters told by the daemon.
+
+Levers whose values are names (weights, KV dtype) have no number and are not exported; booleans are 0 and 1.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from supervisord_vllm.api.control import Control
+from supervisord_vllm.core.decision import Decision
+from supervisord_vllm.core.diagnosis import Kind
+from supervisord_vllm.core.ledger import requested
+from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers
+from supervisord_vllm.core.state import StateName
+from supervisord_vllm.status import Snapshot
+
+PREFIX = "vllm_supervise_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
+"""Bounds of the duration histograms: a small model on a CPU to a large one with a cold compile cache."""
+
+
+class _Durations:
+    """A histogram of seconds."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, text: str) -> Metric:
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, SECONDS), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=self._sum)
+
+
+class Exporter(Collector):
+    """One daemon's metrics. The methods that count are called by the daemon, when it happens."""
+
+    def __init__(self, control: Control, version: str) -> None:
+        self._control = control
+        self._version = version
+        self._launches = 0
+        self._failures: Counter[str] = Counter()
+        self._decisions: Counter[tuple[str, str]] = Counter()
+        self._starts = _Durations()
+        self._recoveries = _Durations()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def launched(self) -> None:
+        """Count a launch."""
+        self._launches += 1
+
+    def failed(self, kind: Kind) -> None:
+        """Count a diagnosed failure."""
+        self._failures[kind.value] += 1
+
+    def decided(self, decision: Decision) -> None:
+        """Count a decision."""
+        self._decisions[decision.action.value, decision.kind.value] += 1
+
+    def started(self, seconds: float) -> None:
+        """Note how long a start took: spawn to answered canary."""
+        self._starts.add(seconds)
+
+    def recovered(self, seconds: float) -> None:
+        """Note how long an outage took: from the failure to the next answered canary."""
+        self._recoveries.add(seconds)
+
+    def page(self) -> bytes:
+        """Everything, in Prometheus' text form (see `CONTENT_TYPE`)."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask the daemon."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families of this moment."""
+        snapshot = self._control.snapshot()
+        yield from self._counted()
+        state = _gauge("state", "1 for the state that the instance is in", ["state"])
+        for name in StateName:
+            state.add_metric([name.value], float(name.value == snapshot.state))
+        yield state
+        running = snapshot.launch.levers if snapshot.launch is not None else Levers()
+        yield _levers("lever", "Levers of the running launch", running)
+        yield _levers("declared_lever", "Levers asked for", snapshot.declared)
+        yield _memory(snapshot)
+        budget = _gauge("budget_remaining", "Same-again restarts left in the window")
+        budget.add_metric([], snapshot.budget_left)
+        yield budget
+        lost = CounterMetricFamily(f"{PREFIX}lost", "What could not be recorded, copied or used", labels=["what"])
+        for what, count in sorted(snapshot.counters.items()):
+            lost.add_metric([what], count)
+        yield lost
+        build = _gauge("build_info", "1, with the version", ["version"])
+        build.add_metric([self._version], 1)
+        yield build
+
+    def _counted(self) -> Iterator[Metric]:
+        launches = CounterMetricFamily(f"{PREFIX}launches", "Launches by this daemon")
+        launches.add_metric([], self._launches)
+        yield launches
+        failures = CounterMetricFamily(f"{PREFIX}failures", "Diagnosed failures", labels=["kind"])
+        for kind, count in sorted(self._failures.items()):
+            failures.add_metric([kind], count)
+        yield failures
+        decisions = CounterMetricFamily(f"{PREFIX}decisions", "Decisions", labels=["action", "kind"])
+        for labels, count in sorted(self._decisions.items()):
+            decisions.add_metric(labels, count)
+        yield decisions
+        yield self._starts.family("start_duration_seconds", "From spawn to the first answered request")
+        yield self._recoveries.family("recovery_seconds", "From a failure to the next answered request")
+
+
+def _gauge(name: str, text: str, labels: list[str] | None = None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, text, labels=labels or [])
+
+
+def _levers(name: str, text: str, levers: Levers) -> GaugeMetricFamily:
+    family = _gauge(name, text, ["lever"])
+    for lever, value in levers.items():
+        if isinstance(value, int):
+            family.add_metric([lever], value / 1000 if LEVERS[lever].kind == "per_mille" else value)
+    return family
+
+
+def _memory(snapshot: Snapshot) -> GaugeMetricFamily:
+    family = _gauge("memory_bytes", "Memory of a device: total, free, requested by the launch, own", ["gpu", "what"])
+    utilization = None if snapshot.launch is None else snapshot.launch.levers.number(UTILIZATION)
+    for device in snapshot.memory:
+        family.add_metric([device.device, "total"], device.total_bytes)
+        family.add_metric([device.device, "free"], device.free_bytes)
+        family.add_metric([device.device, "own"], device.own_bytes)
+        if utilization is not None:
+            family.add_metric([device.device, "requested"], requested(utilization, device.total_bytes))
+    return family

@@ -1,0 +1,310 @@
+"""The documents that an operator and a program read: ``status`` and ``history``, JSON, schema 1, stable names.
+
+The daemon describes itself in a `Snapshot` of plain values; where none runs, the store is asked. Times are RFC 3339 in
+UTC, levers are in their public form, sizes are bytes. New keys may be added under schema 1, none is removed or renamed.
+Imports the standard library and the core only: ``status`` and ``explain`` start in no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from supervisord_vllm.clock import SECOND_NS, Now
+from supervisord_vllm.core import codec
+from supervisord_vllm.core.decision import Decision
+from supervisord_vllm.core.facts import DeviceMemory
+from supervisord_vllm.core.ledger import requested
+from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers, show
+from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.state import Launch, State, StateName, budget_left, outlook
+from supervisord_vllm.engine.metrics import EngineLoad
+from supervisord_vllm.store.history import DecisionRecord, History, LaunchRecord
+
+SCHEMA = 1
+NO_DAEMON = "no-daemon"
+"""The state of an instance whose daemon does not run; whether an engine does is then nobody's knowledge."""
+
+Document = dict[str, Any]
+
+_ON = frozenset({StateName.STARTING, StateName.PROVING, StateName.SERVING, StateName.STOPPING})
+"""States in which the current launch has a process."""
+
+
+@dataclass(frozen=True)
+class LaunchView:
+    """The current launch, while it has a process. Times are CLOCK_BOOTTIME; ``argv`` is redacted already."""
+
+    number: int
+    levers: Levers
+    argv: tuple[str, ...]
+    pid: int | None
+    started_ns: int
+    log: str
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One moment of the daemon. Times are CLOCK_BOOTTIME ns of this boot; ``now`` ties them to the wall clock.
+
+    ``decision`` is the last of this run with what came of it; before there is one, ``earlier`` is the store's last.
+    ``counters`` are losses by what was lost (``facts``, ``store_entries``, ``engine_lines``, ``log_lines``).
+    """
+
+    name: str
+    now: Now
+    state: str
+    since_ns: int
+    declared: Levers = field(default_factory=Levers)
+    ready: bool = False
+    proven: bool = False
+    held: bool = False
+    act: bool = True
+    given_up: str | None = None
+    launch: LaunchView | None = None
+    memory: tuple[DeviceMemory, ...] = ()
+    memory_error: str | None = None
+    load: EngineLoad | None = None
+    decision: Decision | None = None
+    outcome: str | None = None
+    earlier: DecisionRecord | None = None
+    next_what: str = ""
+    next_ns: int | None = None
+    budget_left: int = 0
+    window_s: float = 0.0
+    pid: int = 0
+    version: str = ""
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+def snapshot_of(policy: Policy, state: State, now: Now) -> Snapshot:
+    """What the core's state says; the shell adds what only it knows with `dataclasses.replace`."""
+    launch = state.launch if state.name in _ON else None
+    what, at_ns = outlook(policy, state)
+    return Snapshot(
+        name=policy.name,
+        now=now,
+        state=state.name.value,
+        since_ns=state.since_ns,
+        declared=policy.declared,
+        ready=state.ready,
+        proven=launch is not None and launch.proven,
+        held=state.held,
+        act=policy.act,
+        given_up=state.given_up,
+        launch=None if launch is None else _view(launch),
+        decision=state.last_decision,
+        next_what=what,
+        next_ns=at_ns,
+        budget_left=budget_left(policy, state, now.boottime_ns),
+        window_s=policy.window_ns / SECOND_NS,
+    )
+
+
+def _view(launch: Launch) -> LaunchView:
+    return LaunchView(
+        launch.number, launch.levers, launch.argv, launch.pid, launch.spawned_ns, launch.log, launch.phase
+    )
+
+
+def degraded_levers(declared: Levers, running: Levers) -> tuple[str, ...]:
+    """The declared levers that run below what was asked for: lower numbers, graphs off, other weights or KV dtype."""
+    found = []
+    for name, wanted in declared.items():
+        value = running.get(name)
+        if value is None or value == wanted:
+            continue
+        numeric = LEVERS[name].kind in {"int", "per_mille"}
+        if not numeric or running.number(name) < declared.number(name):  # type: ignore[operator]
+            found.append(name)
+    eager_added = running.eager and "enforce_eager" not in declared
+    return (*found, "enforce_eager") if eager_added else tuple(found)
+
+
+def why_not_ready(snapshot: Snapshot) -> str:
+    """One line for ``/readyz``; empty when the engine is ready."""
+    if snapshot.ready:
+        return ""
+    text = snapshot.given_up or snapshot.next_what
+    return f"{snapshot.state}: {text}" if text else snapshot.state
+
+
+def status_document(snapshot: Snapshot) -> Document:
+    """``status --json`` and ``/api/v1/status`` of a running daemon."""
+    show_time = snapshot.now.show
+    launch = snapshot.launch
+    degraded = () if launch is None else degraded_levers(snapshot.declared, launch.levers)
+    return {
+        "schema": SCHEMA,
+        "name": snapshot.name,
+        "state": snapshot.state,
+        "since": show_time(snapshot.since_ns),
+        "ready": snapshot.ready,
+        "proven": snapshot.proven,
+        "held": snapshot.held,
+        "act": snapshot.act,
+        "reason": why_not_ready(snapshot),
+        "given_up": snapshot.given_up,
+        "launch": None
+        if launch is None
+        else {
+            "number": launch.number,
+            "levers": launch.levers.to_json(),
+            "argv": list(launch.argv),
+            "pid": launch.pid,
+            "started_at": show_time(launch.started_ns),
+            "log": launch.log,
+            "phase": launch.phase,
+        },
+        "declared": snapshot.declared.to_json(),
+        "degraded": bool(degraded),
+        "degraded_levers": list(degraded),
+        "memory": [_device(device, launch) for device in snapshot.memory],
+        "memory_error": snapshot.memory_error,
+        "load": None if snapshot.load is None else snapshot.load.to_json(),
+        "decision": _last_decision(snapshot),
+        "next": {
+            "what": snapshot.next_what,
+            "at": None if snapshot.next_ns is None else show_time(snapshot.next_ns),
+        },
+        "budget": {"left": snapshot.budget_left, "window_s": snapshot.window_s},
+        "daemon": {"pid": snapshot.pid, "version": snapshot.version, "counters": dict(snapshot.counters)},
+    }
+
+
+def status_from_history(name: str, history: History) -> Document:
+    """``status --json`` where no daemon runs: the last launch and decision, and no claim about the present.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    launches = history.launches(limit=1)
+    decision = history.last_decision()
+    runs = history.runs()
+    launch = launches[-1] if launches else None
+    ended = [time for time in (launch and launch.ended_at, decision and decision.completed_at) if time]
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "state": NO_DAEMON,
+        "since": max(ended, default=None),
+        "ready": False,
+        "proven": False,
+        "held": bool(history.meta("held")),
+        "act": True,
+        "reason": "no daemon runs",
+        "given_up": None,
+        "launch": None if launch is None else launch_document(launch),
+        "declared": history.policy(runs[-1].run).declared.to_json() if runs else {},
+        "degraded": False,
+        "degraded_levers": [],
+        "memory": [],
+        "memory_error": None,
+        "load": None,
+        "decision": None if decision is None else recorded_decision_document(decision),
+        "next": {"what": "nothing: no daemon runs", "at": None},
+        "budget": None,
+        "daemon": None,
+    }
+
+
+def history_document(name: str, history: History, limit: int = 200) -> Document:
+    """``history --json``: the last launches and decisions, the oldest first.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "launches": [launch_document(launch) for launch in history.launches(limit)],
+        "decisions": [recorded_decision_document(record) for record in history.decisions(limit)],
+    }
+
+
+def launch_document(launch: LaunchRecord) -> Document:
+    """A recorded launch."""
+    return {
+        "number": launch.number,
+        "levers": launch.levers,
+        "argv": launch.argv,
+        "pid": launch.pid,
+        "started_at": launch.started_at,
+        "log": launch.log,
+        "ready_at": launch.ready_at,
+        "proven_at": launch.proven_at,
+        "ended_at": launch.ended_at,
+        "exit_code": launch.exit_code,
+        "exit_signal": launch.exit_signal,
+        "outcome": launch.outcome,
+    }
+
+
+def decision_document(decision: Decision, at: str, outcome: str | None) -> Document:
+    """A decision of this run; ``at`` in wall time."""
+    return _decision(codec.to_json(decision), at, outcome)
+
+
+def recorded_decision_document(record: DecisionRecord) -> Document:
+    """A decision from the store, whatever version wrote it."""
+    document = _decision(record.json, record.at, record.outcome)
+    return {**document, "completed_at": record.completed_at, "unrecorded": record.unrecorded}
+
+
+def show_lever(name: str, public: object) -> str:
+    """A lever's public value as a person reads it: ``0.900``, ``8,192``, ``on``; the unknown as it is."""
+    if public is None:
+        return "vLLM's default"
+    try:
+        value = codec.from_json(Levers, {name: public}).get(name)
+    except ValueError:
+        value = None
+    return str(public) if value is None else show(name, value)
+
+
+def _last_decision(snapshot: Snapshot) -> Document | None:
+    decision = snapshot.decision
+    if decision is not None:
+        return decision_document(decision, snapshot.now.show(decision.at_ns), snapshot.outcome)
+    return None if snapshot.earlier is None else recorded_decision_document(snapshot.earlier)
+
+
+def _decision(json: Mapping[str, Any], at: str, outcome: str | None) -> Document:
+    return {
+        "number": json.get("number"),
+        "at": at,
+        "launch": json.get("launch"),
+        "kind": json.get("kind"),
+        "action": json.get("action"),
+        "moves": json.get("moves") or [],
+        "target": json.get("target"),
+        "evidence": json.get("evidence") or [],
+        "arithmetic": json.get("arithmetic") or "",
+        "skipped": json.get("skipped") or [],
+        "sentence": json.get("sentence") or "",
+        "acted": json.get("acted", True),
+        "outcome": outcome,
+    }
+
+
+def _device(device: DeviceMemory, launch: LaunchView | None) -> Document:
+    utilization = None if launch is None else launch.levers.number(UTILIZATION)
+    return {
+        "gpu": device.device,
+        "total_bytes": device.total_bytes,
+        "free_bytes": device.free_bytes,
+        "requested_bytes": None if utilization is None else requested(utilization, device.total_bytes),
+        "own_bytes": device.own_bytes,
+        "holders": [
+            {
+                "pid": holder.pid,
+                "user": holder.user,
+                "command": holder.command,
+                "memory_bytes": holder.memory_bytes,
+                "ours": holder.ours,
+            }
+            for holder in device.holders
+        ],
+    }
