@@ -1,0 +1,1 @@
+"""vLLM's side: its command line, its output, its endpoints."""

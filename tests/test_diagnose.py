@@ -1,0 +1,143 @@
+"""`vllm-supervise diagnose`: a log in, a verdict out, and nothing heavy imported on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from labelled import CAPTURES, DATA
+from supervisord_vllm.cli.diagnose import bounded_lines, diagnose
+from supervisord_vllm.engine.lines import LIMIT
+
+H200 = CAPTURES / "h200-vllm-0.26.0"
+ROOT = DATA.parent.parent
+
+app = typer.Typer()
+app.command()(diagnose)
+
+
+def run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_json_is_the_public_contract() -> None:
+    code, out, _ = run("--json", str(H200 / "06-len-over-kv.log"))
+    data = json.loads(out)
+    evidence = data.pop("evidence")
+    assert code == 0
+    assert data == {
+        "schema": 1,
+        "kind": "kv_len_too_long",
+        "phase": "startup",
+        "action": "next_config",
+        "change": [
+            {"lever": "max_model_len", "direction": "down", "to": 60000},
+            {"lever": "gpu_memory_utilization", "direction": "up", "to": None},
+            {"lever": "kv_cache_dtype", "direction": "switch", "to": None},
+        ],
+        "target": None,
+        "numbers": {
+            "util": 0.135,
+            "max_model_len": 131072,
+            "needed_kv_gib": 7.0,
+            "available_kv_gib": 3.2,
+            "estimated_max_len": 60000,
+        },
+        "confidence": 0.98,
+        "summary": "One request of 131,072 tokens needs 7.0 GiB of KV cache; 3.2 GiB are left after weights and "
+        "activations.",
+        "advice": "Set --max-model-len 60000, or raise --gpu-memory-utilization by 3.80 GiB / (the card's total) if "
+        "the card has the room.",
+    }
+    assert evidence[0]["line"] == 42
+    assert evidence[0]["role"] == "EngineCore"
+    assert evidence[0]["text"].startswith("ValueError: To serve at least one request")
+
+
+@pytest.mark.parametrize("path", sorted(H200.glob("*.log")), ids=lambda path: path.stem)
+def test_the_human_answer_has_two_to_six_lines(path: Path) -> None:
+    code, out, _ = run(str(path))
+    assert code == 0
+    lines = out.splitlines()
+    assert 2 <= len(lines) <= 6
+    assert lines[-1].startswith("  action: ")
+
+
+def test_the_human_answer_names_cause_evidence_and_flag() -> None:
+    _, out, _ = run(str(H200 / "04-cotenant-free-below-util.log"))
+    assert out.startswith("gpu_busy_foreign (startup): 98.77 GiB of the card's 139.8 GiB were free at start")
+    assert "line 32, EngineCore: ValueError: Free memory on device cuda:0" in out
+    assert "set: --gpu-memory-utilization 0.705" in out
+
+
+def test_standard_input_is_read_for_a_dash() -> None:
+    code, out, _ = run("--json", "-", stdin=(H200 / "05-no-cache-blocks.log").read_bytes())
+    assert (code, json.loads(out)["kind"]) == (0, "kv_no_blocks")
+
+
+def test_exit_code_is_asked_for() -> None:
+    bad, good = str(H200 / "05-no-cache-blocks.log"), str(H200 / "01-seed-cold.log")
+    assert run(bad)[0] == 0
+    assert run("--exit-code", bad)[0] == 10
+    assert run("--exit-code", good)[0] == 0
+    assert run("--exit-code", good, bad)[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "fix"),
+    [
+        (b"", "is empty; capture both outputs"),
+        (b"\n \n", "is empty"),
+        (b"\x1f\x8b\0\0gzip", "is a binary file; give the text"),
+    ],
+)
+def test_an_input_that_cannot_be_judged_is_named_with_the_fix(tmp_path: Path, content: bytes, fix: str) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(content)
+    code, out, err = run(str(path))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert str(path) in err
+    assert fix in err
+
+
+@pytest.mark.parametrize(("name", "fix"), [("missing.log", "there is no such file"), (".", "is a directory")])
+def test_a_path_that_is_no_log_is_named_with_the_fix(tmp_path: Path, name: str, fix: str) -> None:
+    code, _, err = run(str(tmp_path / name))
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert fix in err
+
+
+def test_one_bad_file_does_not_hide_the_others(tmp_path: Path) -> None:
+    code, out, err = run(str(tmp_path / "missing.log"), str(H200 / "18-bad-flag.log"))
+    assert code == 2
+    assert "bad_config" in out
+    assert "missing.log" in err
+
+
+def test_lines_are_bounded_however_they_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "long.log"
+    path.write_bytes(b"a\n" + b"x" * (3 * LIMIT) + b"\nb\n\nend")
+    with path.open("rb") as stream:
+        lines = list(bounded_lines(stream))
+    assert [len(line) for line in lines] == [1, LIMIT, 1, 0, 3]
+
+
+def test_diagnose_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, typer; from supervisord_vllm.cli.diagnose import diagnose; "
+        f"diagnose([{str(H200 / '08-runtime-oom.log')!r}]); "
+        "heavy = {'aiohttp', 'pydantic', 'structlog', 'pynvml', 'psutil', 'prometheus_client'} & set(sys.modules); "
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("oom_runtime (runtime): ")
