@@ -14,6 +14,8 @@ from pathlib import Path
 PRODUCT = "vllm-supervise"
 SOCKET = "control.sock"
 STORE = "history.sqlite3"
+INSTANCE_META = "instance"
+"""The store's meta value ``{"name": …, "runtime_dir": …}``: what ``--state-dir`` alone cannot know."""
 
 
 def state_dir(name: str, environ: Mapping[str, str]) -> tuple[Path, str]:

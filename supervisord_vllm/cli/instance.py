@@ -29,8 +29,6 @@ else:
     import tomli as tomllib
 
 LARGEST_POLICY = 1 << 20
-INSTANCE_META = "instance"
-"""The store's meta value ``{"name": …, "runtime_dir": …}``: what ``--state-dir`` alone cannot know."""
 SYSTEM = (Path("/var/lib"), Path("/run"))
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -168,7 +166,7 @@ def _told(store: Path) -> dict[str, str]:
         if history is None:
             return {}
         with closing(history):
-            told = history.meta(INSTANCE_META)
+            told = history.meta(places.INSTANCE_META)
     except (StoreError, sqlite3.Error, OSError):
         return {}
     return {key: value for key, value in told.items() if isinstance(value, str)} if isinstance(told, dict) else {}

@@ -99,7 +99,7 @@ def folded(label: str, text: str, width: int) -> str:
         return textwrap.fill(printable(text), max(30, width), subsequent_indent="  ", break_on_hyphens=False)
     indent = " " * 14
     wrapped = textwrap.wrap(printable(text), max(30, width - len(indent)), break_on_hyphens=False) or [""]
-    return "\n".join([f"  {printable(label):<12}{wrapped[0]}", *(indent + line for line in wrapped[1:])])
+    return "\n".join([f"  {printable(label):<11} {wrapped[0]}", *(indent + line for line in wrapped[1:])])
 
 
 def _headline(document: Document, now: float) -> tuple[str, str]:
@@ -168,7 +168,14 @@ def _memory(document: Document) -> list[tuple[str, str]]:
             parts.append(who if size is None else f"{who} holds {gib(size)}")
         if len(foreign) > HOLDERS:
             parts.append(f"{len(foreign) - HOLDERS} more")
-        lines.append((f"{device['gpu']}"[:12], ", ".join(parts)))
+        # The first block of a UUID names a card well enough; `host-memory` is host memory.
+        name = str(device["gpu"])
+        lines.append(
+            (
+                name[:12] if name.startswith(("GPU-", "MIG-")) else name.replace("host-memory", "memory"),
+                ", ".join(parts),
+            )
+        )
     if document.get("memory_error"):
         lines.append(("memory", f"unknown: {document['memory_error']}"))
     return lines
