@@ -236,7 +236,7 @@ class _ToStructlog(logging.Handler):
 
 
 def _json_line(_logger: object, _name: str, event: MutableMapping[str, Any]) -> str:
-    return json.dumps(event, default=str)
+    return json.dumps(event, default=str, ensure_ascii=False)
 
 
 def _missing_json(count: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from supervisord_vllm import places
 from supervisord_vllm.api import ControlSocket
 from supervisord_vllm.cli import control, history, instance, status
 from supervisord_vllm.cli.instance import InstanceError, find, instances
@@ -32,7 +33,7 @@ def record(state_dir: Path, told: object = None) -> Path:
     store.launch_started(1, Levers({"max_num_seqs": 16}), ["vllm"], 1, "launches/000001.log")
     store.record_decision(Decision(1, 5, 1, Kind.UNKNOWN, Action.STOP_EXPLAIN, "It is unknown why. `logs` shows it."))
     if told is not None:
-        store.set_meta(instance.INSTANCE_META, told)
+        store.set_meta(places.INSTANCE_META, told)
     assert store.close()
     assert warnings == []
     return state_dir
