@@ -49,7 +49,7 @@ def verdict(rng: random.Random, kind: Kind) -> Diagnosis:
         "weights_gib": 14.3,
         "activation_gib": 1.13,
         "state_slots": rng.randrange(1, 16),
-        "derived_max_len": 4096,
+        "derived_max_model_len": 4096,
     }
     for name, value in choices.items():
         if rng.random() < 0.8:

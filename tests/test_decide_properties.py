@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from days import DECLARED, LADDER, POLICY, day
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisord_vllm.core.actions import Decide, Spawn
@@ -160,6 +160,7 @@ def fact_streams(draw: st.DrawFn) -> list[Fact]:
     return stream
 
 
+@settings(max_examples=40)
 @given(fact_streams(), st.booleans(), st.sampled_from(["exit", "stay"]))
 def test_any_facts_in_any_order_never_break_decide(stream: list[Fact], act: bool, on_give_up: str) -> None:
     policy: Policy = replace(POLICY, act=act, on_give_up=on_give_up)  # type: ignore[arg-type]  # one of the two

@@ -48,8 +48,9 @@ class DeviceMemory:
 
     @property
     def foreign_bytes(self) -> int:
-        """Memory that is neither free nor our engine's."""
-        return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
+        """Memory that other processes hold: neither free, nor our engine's, nor page cache (a holder of pid 0)."""
+        cache = sum(holder.memory_bytes or 0 for holder in self.holders if holder.pid == 0)
+        return max(0, self.total_bytes - self.free_bytes - self.own_bytes - cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,8 +116,8 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
         arithmetic=fit_arithmetic(tight),
         acted=policy.act,
         sentence=(
-            f"Before launch {state.next_launch}: {short}. {telling.moved((move,))}, which fits beside it, for this"
-            f" launch only; the next one asks for {show(UTILIZATION, wanted)} again."
+            f"Before launch {state.next_launch}: {short}. So it starts with {telling.moved((move,))}, which fits beside"
+            f" it; what is asked for stays {show(UTILIZATION, wanted)} and is tried again by the next launch."
             " `vllm-supervise explain` shows the arithmetic."
         ),
     )

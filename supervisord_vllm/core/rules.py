@@ -164,7 +164,7 @@ def _estimate(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str
 
 
 def _clamp(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
-    now, limit = case.value(MODEL_LEN), case.numbers.count("derived_max_len")
+    now, limit = case.value(MODEL_LEN), case.numbers.count("derived_max_model_len")
     if limit is None or not isinstance(now, int) or now <= limit:
         return "vLLM printed no bound for it"
     if rung.min is not None and limit < rung.min:

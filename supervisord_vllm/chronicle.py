@@ -1,0 +1,126 @@
+"""What a run leaves behind: facts, launches and decisions in the store, counts and durations in the metrics."""
+
+from __future__ import annotations
+
+import contextlib
+
+from supervisord_vllm import __version__
+from supervisord_vllm.api import Exporter
+from supervisord_vllm.clock import SECOND_NS
+from supervisord_vllm.core import actions as act
+from supervisord_vllm.core.decision import Decision
+from supervisord_vllm.core.facts import (
+    CanaryDone,
+    Commanded,
+    Diagnosed,
+    Exited,
+    Fact,
+    Spawned,
+    SpawnFailed,
+    TreeEnded,
+)
+from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.state import State, StateName
+from supervisord_vllm.store import History, Store, durable
+from supervisord_vllm.store.history import DecisionRecord
+
+
+class Chronicle:
+    """Writes one run of the daemon down; decides nothing. ``earlier`` is the last decision of the runs before."""
+
+    def __init__(self, store: Store, exporter: Exporter, policy: Policy) -> None:
+        self._store = store
+        self._exporter = exporter
+        self._policy = policy
+        self._run = 0
+        self._open: list[int] = []
+        self._outcomes: dict[int, str] = {}
+        self._failed_ns: int | None = None
+        self.earlier = _last_decision(store)
+
+    def begin(self, boot_id: str) -> None:
+        """A daemon run begins."""
+        self._run = self._store.start_run(self._policy, __version__, boot_id)
+
+    def record(self, fact: Fact) -> None:
+        """Keep a fact for replay."""
+        self._store.record_fact(self._run, fact)
+
+    def outcome(self, number: int) -> str | None:
+        """What came of a decision of this run, once that is known."""
+        return self._outcomes.get(number)
+
+    async def decided(self, decision: Decision) -> bool:
+        """Record an intent, at most 2 s long; whether it is on the disk. The decision before it is complete."""
+        self.complete(f"followed by decision {decision.number}")
+        self._exporter.decided(decision)
+        recorded = await durable(self._store.record_decision(decision))
+        if decision.acted:
+            self._open.append(decision.number)
+            if not recorded:
+                self._store.complete_decision(decision.number, "acted on before it was recorded", unrecorded=True)
+        else:
+            self._say(decision.number, "only said: act = false")
+        return recorded
+
+    def complete(self, outcome: str) -> None:
+        """Say what came of the decisions that are open."""
+        for number in self._open:
+            self._say(number, outcome)
+        self._open.clear()
+
+    def _say(self, number: int, outcome: str) -> None:
+        self._outcomes = {number: outcome}
+        self._store.complete_decision(number, outcome)
+
+    def proven(self, action: act.Proven) -> None:
+        """A launch passed its proof."""
+        self._store.launch_proven(action.launch, action.target, self._policy.fingerprint)
+        self._store.clear_exhausted()
+        self.complete(f"launch {action.launch} is proven")
+
+    def gave_up(self, action: act.GiveUp) -> None:
+        """Nothing automatic is right any more."""
+        if action.exhausted_until_ns is not None:
+            self._store.set_exhausted(self._policy.fingerprint, action.text, action.exhausted_until_ns)
+        self.complete("gave up")
+
+    def note(self, before: State, after: State, fact: Fact) -> None:
+        """What one fact means for the launches' records and the durations."""
+        store, launch = self._store, before.launch
+        if isinstance(fact, Commanded) and fact.verb in ("hold", "resume"):
+            store.set_meta("held", True if after.held else None)
+        if launch is None or fact.launch not in (0, launch.number):
+            return
+        if isinstance(fact, Spawned):
+            store.launch_started(
+                launch.number, launch.levers, fact.argv, fact.pid, fact.log, fingerprint=self._policy.fingerprint
+            )
+        elif isinstance(fact, SpawnFailed):
+            store.launch_started(launch.number, launch.levers, (), None, "", fingerprint=self._policy.fingerprint)
+            store.launch_ended(launch.number, "could not be executed")
+        elif isinstance(fact, CanaryDone) and after.ready and not before.ready:
+            store.launch_ready(launch.number)
+            self._exporter.started((fact.at_ns - launch.spawned_ns) / SECOND_NS)
+            if self._failed_ns is not None:
+                self._exporter.recovered((fact.at_ns - self._failed_ns) / SECOND_NS)
+                self._failed_ns = None
+        elif isinstance(fact, Diagnosed) and before.ending is not None and before.ending.why == "failure":
+            judged = after.last_decision
+            self._exporter.failed(judged.kind if judged is not None else fact.diagnosis.kind)
+        elif isinstance(fact, TreeEnded) and before.ending is not None:
+            ended = launch.exited or Exited(at_ns=fact.at_ns)
+            judged = after.last_decision if before.ending.why == "failure" else None
+            outcome = judged.kind.value if judged is not None and judged.launch == launch.number else "stopped"
+            store.launch_ended(launch.number, outcome, code=ended.code, signal=ended.signal)
+        ending = after.ending
+        if before.name is not StateName.STOPPING and ending is not None and ending.why == "failure":
+            self._failed_ns = self._failed_ns or fact.at_ns
+
+
+def _last_decision(store: Store) -> DecisionRecord | None:
+    history = History.open(store.path)
+    if history is None:
+        return None
+    with contextlib.closing(history):
+        return history.last_decision()
