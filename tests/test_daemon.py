@@ -240,6 +240,7 @@ def test_a_killed_daemon_leaves_nothing_that_the_next_one_does_not_end_and_it_st
     with daemon(faults="oom at=running after-requests=1 launch=1") as it:
         it.start()
         it.reaches("serving", 2)
+        until(lambda: it.history()["launches"][1]["proven_at"], it.told)
         assert it.process is not None
         it.process.kill()
         it.process.wait()

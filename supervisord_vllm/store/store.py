@@ -198,8 +198,10 @@ class Store:
 
     def launch_proven(self, number: int, levers: Levers, fingerprint: str) -> None:
         """The launch passed its proof: its levers become the last known good of this fingerprint."""
-        self._put([("UPDATE launches SET proven_at = ? WHERE number = ?", (_wall(), number))])
-        self.set_meta(_GOOD + fingerprint, levers.to_json())
+        key, good = _GOOD + fingerprint, levers.to_json()
+        self._meta[key] = good
+        proven = ("UPDATE launches SET proven_at = ? WHERE number = ?", (_wall(), number))
+        self._put([(_SET_META, (key, self._dumps(good))), proven])  # both or neither
 
     def launch_ended(self, number: int, outcome: str, *, code: int | None = None, signal: int | None = None) -> None:
         """The launch is over; ``outcome`` is the kind of its failure, ``stopped``, or another word for people."""
