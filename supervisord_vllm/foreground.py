@@ -19,7 +19,7 @@ from supervisord_vllm.store import Store, StoreError
 
 
 def run(settings: Settings, *, reset: bool = False) -> int:
-    """Supervise in the foreground; the exit status. What cannot work is said in one line (78), before anything starts."""
+    """Supervise in the foreground; the exit status. What cannot work is one line and 78, before anything starts."""
     redactor = Redactor(settings.secrets)
     log = configure(settings.log.level, settings.log.format, redactor.text)
     output = EngineOutput(redactor.text) if settings.log.engine_output else None
@@ -71,7 +71,7 @@ def _claim(settings: Settings) -> HeldLocks:
     ):
         try:
             folder.mkdir(mode=mode, parents=True, exist_ok=True)
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 - three folders
             where = settings.origins.get(name, "default")
             raise ConfigError(
                 f"{where}: {name}: cannot make {folder}: {error.strerror}; name a folder that this user may write"

@@ -64,7 +64,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Outlets:
-    """Where a launch speaks to: the queue of facts, the copy of its output, and a sample of memory after its end."""
+    """Where a launch speaks to: the queue of facts, the copy of its output; and memory as it is sampled."""
 
     post: Callable[[Fact], None]
     line: Callable[[bytes], None]
@@ -245,5 +245,5 @@ class EngineLaunch:
         """Lets the reader come level with what is already in the file, so that the cut falls where our signal does."""
         loop = asyncio.get_running_loop()
         size, deadline = self.order.log.stat().st_size, loop.time() + 1.0
-        while self._tail is not None and self._tail.offset < size and loop.time() < deadline:
+        while self._tail is not None and self._tail.offset < size and loop.time() < deadline:  # noqa: ASYNC110 - a file
             await asyncio.sleep(0.01)

@@ -91,7 +91,7 @@ def free_port() -> int:
         return port
 
 
-def until(condition: Callable[[], T], otherwise: Callable[[], object], seconds: float = PATIENCE_S) -> T:
+def until(condition: Callable[[], T | None], otherwise: Callable[[], object], seconds: float = PATIENCE_S) -> T:
     """The first true value of the condition; a failure says what was there instead."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -134,9 +134,7 @@ class DaemonProcess:
         """Start the daemon."""
         command = [sys.executable, "-m", "supervisord_vllm.cli.main", "run", "--config", str(self.policy), *words]
         with self.errors.open("a") as errors, self.output.open("a") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, text=True
-            )
+            self.process = subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, text=True)
 
     def wait(self) -> int:
         """The daemon's exit status."""
@@ -198,7 +196,7 @@ class DaemonProcess:
         """Processes that carry this instance's marker."""
         needle = f"SUPERVISE_LAUNCH={instance(self.folder / 'state')}.".encode()
         found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
+        for pid in filter(str.isdigit, (entry.name for entry in Path("/proc").iterdir())):
             try:
                 if needle in Path(f"/proc/{pid}/environ").read_bytes() and _alive(int(pid)):
                     found.append(int(pid))

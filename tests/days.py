@@ -6,14 +6,13 @@ import json
 import random
 import sys
 
-from world import TOTAL, Outcome, World
-
 from supervisord_vllm.core.actions import Spawn
 from supervisord_vllm.core.codec import to_json
 from supervisord_vllm.core.diagnosis import Diagnosis, Evidence, Kind
 from supervisord_vllm.core.ledger import GIB
 from supervisord_vllm.core.levers import Levers, Rung, Weights
 from supervisord_vllm.core.policy import Policy
+from world import TOTAL, Outcome, World
 
 DECLARED = Levers(
     {
@@ -37,8 +36,7 @@ POLICY = Policy("day", DECLARED, LADDER)
 
 def verdict(rng: random.Random, kind: Kind) -> Diagnosis:
     """A diagnosis with plausible numbers, some of them missing."""
-    numbers: dict[str, int | float | str] = {}
-    choices = {
+    choices: dict[str, int | float | str] = {
         "tried_gib": round(rng.uniform(0.02, 6), 2),
         "free_gib": round(rng.uniform(0, 4), 2),
         "total_gib": 139.8,
@@ -51,15 +49,13 @@ def verdict(rng: random.Random, kind: Kind) -> Diagnosis:
         "state_slots": rng.randrange(1, 16),
         "derived_max_model_len": 4096,
     }
-    for name, value in choices.items():
-        if rng.random() < 0.8:
-            numbers[name] = value
+    numbers = {name: value for name, value in choices.items() if rng.random() < 0.8}
     signature = f"{kind.value}-{rng.randrange(3)}"
     return Diagnosis(kind, numbers=numbers, evidence=(Evidence(1, "EngineCore", "boom"),), signature=signature)
 
 
 def day(seed: int, policy: Policy = POLICY, hours: float = 24.0) -> World:
-    """One day under random failures, neighbours, ports, operators; the world asserts that there is one engine at most."""
+    """One day under random failures, neighbours and operators; the world asserts that there is one engine at most."""
     rng = random.Random(seed)
 
     def script(spawn: Spawn, world: World) -> Outcome:

@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from daemon_process import MODEL, PATIENCE_S, daemon, get, until
 
+from daemon_process import MODEL, PATIENCE_S, daemon, get, until
 from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.state import State
 from supervisord_vllm.replay import replay
@@ -24,11 +24,7 @@ def replayed(folder: Path) -> None:
     history = History.open(folder / "state" / "history.sqlite3")
     assert history is not None
     recorded = [record.decision() for record in history.decisions()]
-    again = [
-        decision
-        for run in history.runs()
-        for decision in replay(history, run.run, None, decide, State.initial())
-    ]
+    again = [decision for run in history.runs() for decision in replay(history, run.run, None, decide, State.initial())]
     history.close()
     assert again == recorded
     assert recorded, "there must be something to replay"
@@ -334,7 +330,7 @@ def test_secrets_are_in_nothing_that_is_printed_stored_or_served() -> None:
         text = it.policy.read_text()
         it.policy.write_text(text.replace("[engine.env]", f'[engine.env]\nHF_TOKEN = "{secret}-hf"'))
         it.start()
-        until(lambda: it.status().get("state") in ("serving", "given-up") or it.process.poll() is not None, it.told)
+        until(lambda: it.status().get("state") in ("serving", "given-up"), it.told)
         page = it.http_get("/api/v1/status")[1] + it.http_get("/metrics")[1] + it.verb("history", "--json")
         assert it.term() == 0
         stored = b"".join(path.read_bytes() for path in (it.folder / "state").glob("history.sqlite3*"))

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from days import DECLARED, LADDER, POLICY, day
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from days import DECLARED, LADDER, POLICY, day
 from supervisord_vllm.core.actions import Decide, Spawn
 from supervisord_vllm.core.diagnosis import Diagnosis, Kind
 from supervisord_vllm.core.facts import (
@@ -83,9 +83,9 @@ def test_a_day_of_random_failures_keeps_every_rule(seed: int) -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_persistent_failure_ends_after_a_finite_number_of_launches(kind: Kind) -> None:
     """Whatever fails for ever at the start: the daemon gives up, and within max-launches."""
-    from days import verdict
     from random import Random
 
+    from days import verdict
     from world import Outcome, World
 
     rng = Random(7)
@@ -143,16 +143,25 @@ def fact_streams(draw: st.DrawFn) -> list[Fact]:
                     st.just(SpawnFailed(**at, error="no such file")),
                     st.just(LedgerSeen(**at, numbers={"weights_gib": 14.0})),
                     st.just(FatalSeen(**at, text="fatal")),
-                    st.builds(HealthSeen, at_ns=st.just(now), launch=st.just(launch), status=st.sampled_from([200, None])),
+                    st.builds(
+                        HealthSeen, at_ns=st.just(now), launch=st.just(launch), status=st.sampled_from([200, None])
+                    ),
                     st.builds(CanaryDone, at_ns=st.just(now), launch=st.just(launch), ok=st.booleans()),
                     st.just(Exited(**at, code=0)),
                     st.builds(
-                        Diagnosed, at_ns=st.just(now), launch=st.just(launch), diagnosis=DIAGNOSES, devices=CARDS, after=CARDS
+                        Diagnosed,
+                        at_ns=st.just(now),
+                        launch=st.just(launch),
+                        diagnosis=DIAGNOSES,
+                        devices=CARDS,
+                        after=CARDS,
                     ),
-                    st.just(TreeEnded(**at)),
+                    st.just(TreeEnded(at_ns=now, launch=launch)),
                     st.just(Tick(at_ns=now)),
                     st.builds(
-                        Commanded, at_ns=st.just(now), verb=st.sampled_from(["start", "stop", "hold", "resume", "shutdown"])
+                        Commanded,
+                        at_ns=st.just(now),
+                        verb=st.sampled_from(["start", "stop", "hold", "resume", "shutdown"]),
                     ),
                 )
             )
@@ -166,7 +175,11 @@ def test_any_facts_in_any_order_never_break_decide(stream: list[Fact], act: bool
     policy: Policy = replace(POLICY, act=act, on_give_up=on_give_up)  # type: ignore[arg-type]  # one of the two
     state = State.initial()
     running = False
-    for fact in [DaemonStarted(at_ns=0, boot_id="b", next_launch=1, next_decision=1), LeftoversReaped(at_ns=0), *stream]:
+    for fact in [
+        DaemonStarted(at_ns=0, boot_id="b", next_launch=1, next_decision=1),
+        LeftoversReaped(at_ns=0),
+        *stream,
+    ]:
         again = decide(policy, state, fact)
         before = state
         state, actions = decide(policy, state, fact)

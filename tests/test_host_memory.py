@@ -23,21 +23,48 @@ GIB, MIB = 1 << 30, 1 << 20
 NOBODY: frozenset[int] = frozenset()
 
 
-def _meminfo(key: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines[key].split()[0]) << 10
+def _kernel_says() -> tuple[int, int]:
+    """Total and available of the first memory node (of the machine where it has none), added up as vLLM does."""
+    node = Path("/sys/devices/system/node/node0/meminfo")
+    path = node if node.exists() else Path("/proc/meminfo")
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    sizes = {name.split()[-1]: int(value.split()[0]) << 10 for name, value in lines.items()}
+    if path == node:
+        return sizes["MemTotal"], sum(
+            sizes[name] for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+        )
+    return sizes["MemTotal"], sizes["MemAvailable"]
 
 
 def test_without_a_limit_host_memory_is_what_the_kernel_says() -> None:
     if HostMemory().limits():
         pytest.skip("this machine limits our memory cgroup: see the test of limits")
-    before = _meminfo("MemAvailable")
+    _, before = _kernel_says()
     (sample,) = HostMemory().sample(NOBODY)
-    after = _meminfo("MemAvailable")
+    total, after = _kernel_says()
     assert sample.device == "host-memory"
-    assert sample.total_bytes == _meminfo("MemTotal")
+    assert sample.total_bytes == total
     assert min(before, after) - GIB // 4 <= sample.free_bytes <= max(before, after) + GIB // 4
     assert sample.context_bytes == CONTEXT_BYTES
+
+
+def test_a_worker_sees_its_own_memory_node_not_the_whole_machine(tmp_path: Path) -> None:
+    node = "".join(
+        f"Node 1 {name}: {size << 20} kB\n"
+        for name, size in {
+            "MemTotal": 32,
+            "MemFree": 8,
+            "Active(file)": 2,
+            "Inactive(file)": 3,
+            "SReclaimable": 1,
+        }.items()
+    )
+    files = {
+        "proc/self/status": "Name:\tx\nMems_allowed_list:\t1-3\n",
+        "sys/devices/system/node/node1/meminfo": node,
+    }
+    (sample,) = _machine(tmp_path, "", files).sample(NOBODY)
+    assert (sample.total_bytes, sample.free_bytes) == (32 * GIB, 14 * GIB)
 
 
 def test_own_memory_and_holders_are_those_of_real_processes(tmp_path: Path) -> None:

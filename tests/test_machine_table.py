@@ -20,7 +20,9 @@ def test_every_state_and_fact_is_a_cell_or_an_explicit_ignore() -> None:
 
 def test_every_fact_class_of_the_module_is_listed() -> None:
     declared = {
-        value for value in vars(facts).values() if isinstance(value, type) and issubclass(value, Fact) and value is not Fact
+        value
+        for value in vars(facts).values()
+        if isinstance(value, type) and issubclass(value, Fact) and value is not Fact
     }
     assert declared == set(FACTS)
 
@@ -58,6 +60,6 @@ def test_hold_and_resume_work_in_every_state_and_move_nothing(name: StateName) -
 def test_a_handler_that_leaves_the_table_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dict(TABLE[StateName.STOPPED])
     row[Tick] = Cell(lambda policy, state, fact: (State(name=StateName.SERVING), ()))
-    monkeypatch.setitem(TABLE, StateName.STOPPED, row)  # type: ignore[arg-type]  # a Mapping that is a dict
+    monkeypatch.setitem(TABLE, StateName.STOPPED, row)
     with pytest.raises(AssertionError, match="stopped --Tick--> serving is not in the table"):
         decide(Policy("p"), State(name=StateName.STOPPED), Tick(at_ns=1))

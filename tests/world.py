@@ -39,7 +39,7 @@ CONTEXT = round(0.51 * GIB)
 
 @dataclass
 class Outcome:
-    """What one launch does: come up after ``healthy_s`` (or never), print numbers, and end with a diagnosis (or never)."""
+    """What one launch does: come up after ``healthy_s`` or never, print numbers, end with a diagnosis or never."""
 
     healthy_s: float | None = 40.0
     numbers: dict[str, int | float | str] = field(default_factory=dict)
@@ -77,7 +77,9 @@ class World:
         self.given_up: act.GiveUp | None = None
         self.proven: list[Levers] = []
         self.on_sample: Callable[[World], None] = lambda world: None
-        self.send(0, DaemonStarted(at_ns=0, boot_id="b", next_launch=1, next_decision=1, last_known_good=last_known_good))
+        self.send(
+            0, DaemonStarted(at_ns=0, boot_id="b", next_launch=1, next_decision=1, last_known_good=last_known_good)
+        )
 
     # --- the queue ---
 
@@ -168,9 +170,7 @@ class World:
             case act.EndTree(launch):
                 verdict = self.outcome.diagnosis or Diagnosis(Kind.NONE)
                 after = self.devices()
-                self.send(
-                    0.05, Diagnosed(at_ns=0, launch=launch, diagnosis=verdict, devices=self.dying, after=after)
-                )
+                self.send(0.05, Diagnosed(at_ns=0, launch=launch, diagnosis=verdict, devices=self.dying, after=after))
                 self.send(0.1, TreeEnded(at_ns=0, launch=launch))
             case act.Proven(_, target):
                 self.proven.append(target)

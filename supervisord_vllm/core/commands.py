@@ -14,13 +14,14 @@ from supervisord_vllm.core.stopping import leave_stopping
 
 
 def backoff_over(policy: Policy, state: State, fact: Tick) -> Step:
+    """backing-off → gating when the delay is over."""
     if state.resume_ns is not None and fact.at_ns < state.resume_ns:
         return state, ()
     return to_gate(state, fact.at_ns)
 
 
 def _hold(policy: Policy, state: State, fact: Commanded) -> Step | None:
-    """hold and resume work in every state and change nothing else."""
+    """Hold and resume work in every state and change nothing else."""
     return (replace(state, held=fact.verb == "hold"), ()) if fact.verb in ("hold", "resume") else None
 
 

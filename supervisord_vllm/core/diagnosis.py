@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Union
+from typing import Literal
 
 
 class Kind(str, Enum):
@@ -79,7 +79,7 @@ class Action(str, Enum):
 
 
 Direction = Literal["up", "down", "switch"]
-Number = Union[int, float, str]
+Number = int | float | str
 
 
 @dataclass(frozen=True, slots=True)

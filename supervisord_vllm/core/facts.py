@@ -158,8 +158,8 @@ class Exited(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed(Fact):
-    """The output has ended and was judged. ``devices`` is the last memory sample before the end, ``after`` one taken once
-    the engine was gone."""
+    """The output has ended and was judged. ``devices`` is the last memory sample before the end, ``after`` one taken
+    once the engine was gone."""
 
     diagnosis: Diagnosis
     devices: tuple[DeviceMemory, ...] = ()

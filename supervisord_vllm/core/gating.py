@@ -21,6 +21,7 @@ from supervisord_vllm.core.steps import Step, enter, to_gate, to_given_up
 
 
 def started(policy: Policy, state: State, fact: DaemonStarted) -> Step:
+    """The first fact: what the store remembers decides where the run begins; leftovers are ended first."""
     state = replace(
         state,
         since_ns=fact.at_ns,
@@ -64,6 +65,7 @@ def _way(before: object, after: object) -> Literal["up", "down", "switch"]:
 
 
 def reaped(policy: Policy, state: State, fact: LeftoversReaped) -> Step:
+    """Adopting → gating once nothing of ours is left."""
     if fact.survivors:
         names = ", ".join(str(process) for process in fact.survivors)
         text = (
@@ -74,6 +76,7 @@ def reaped(policy: Policy, state: State, fact: LeftoversReaped) -> Step:
 
 
 def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
+    """Gating → starting when port, lock and memory allow it, at a lower utilization if a neighbour stays."""
     assert state.gate is not None
     now, gate = fact.at_ns, state.gate
     if fact.launch != state.next_launch:
@@ -128,7 +131,7 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
 
 
 def _spawn(state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemory, ...]) -> Step:
-    """gating → starting."""
+    """Gating → starting."""
     number = state.next_launch
     after = enter(
         state,
@@ -143,6 +146,7 @@ def _spawn(state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemor
 
 
 def gate_deadline(policy: Policy, state: State, fact: Tick) -> Step:
+    """Gating → given-up: what keeps the gate shut has not gone away."""
     assert state.gate is not None
     if fact.at_ns < state.gate.since_ns + policy.gate.deadline_ns:
         return state, ()

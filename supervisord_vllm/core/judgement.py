@@ -41,8 +41,10 @@ def fit_beside(policy: Policy, state: State, tight: Room, wanted: int) -> int | 
 
 
 def judge(policy: Policy, state: State, fact: Diagnosed) -> tuple[State, Decide, Plan]:
+    """The decision about a failed launch, the action that records it, and where it leads."""
     launch, ending, now = state.launch, state.ending, fact.at_ns
-    assert launch is not None and ending is not None
+    assert launch is not None
+    assert ending is not None
     diagnosis = _named(fact.diagnosis, ending)
     signatures = (*state.incident.signatures, diagnosis.signature or diagnosis.kind.value)
     state = replace(state, contexts=_learnt(state, launch, fact))

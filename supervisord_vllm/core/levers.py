@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Literal
 
 UTILIZATION = "gpu_memory_utilization"
 MODEL_LEN = "max_model_len"
@@ -33,7 +33,7 @@ class Weights:
         return self.model if self.quantization is None else f"{self.model} ({self.quantization})"
 
 
-LeverValue = Union[int, bool, str, Weights]
+LeverValue = int | bool | str | Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Union
+from typing import Any
 
 from supervisord_vllm.core.commands import (
     backoff_over,
@@ -72,7 +72,7 @@ class _Ignore:
 
 IGNORE = _Ignore()
 """A fact that says nothing in a state, on purpose."""
-Entry = Union[Cell, _Ignore]
+Entry = Cell | _Ignore
 
 
 def decide(policy: Policy, state: State, fact: Fact) -> Step:

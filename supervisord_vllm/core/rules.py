@@ -1,4 +1,4 @@
-"""Rules: how the next value of one lever is found. Each returns the moves and their arithmetic, or why it cannot help."""
+"""Rules: how the next value of a lever is found. Each returns the moves and their arithmetic, or why it cannot help."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from supervisord_vllm.core.stopping import leave_stopping
 
 
 def spawned(policy: Policy, state: State, fact: Spawned) -> Step:
+    """The main process exists."""
     assert state.launch is not None
     return replace(state, launch=replace(state.launch, pid=fact.pid, argv=fact.argv, log=fact.log)), ()
 
@@ -62,23 +63,26 @@ def spawn_failed(policy: Policy, state: State, fact: SpawnFailed) -> Step:
 
 
 def phase_seen(policy: Policy, state: State, fact: PhaseSeen) -> Step:
+    """The start enters another phase."""
     assert state.launch is not None
     return replace(state, launch=replace(state.launch, phase=fact.phase)), ()
 
 
 def ledger_seen(policy: Policy, state: State, fact: LedgerSeen) -> Step:
+    """Numbers of the memory account."""
     assert state.launch is not None
     return replace(state, launch=replace(state.launch, ledger=state.launch.ledger.merged(fact.numbers))), ()
 
 
 def fatal_seen(policy: Policy, state: State, fact: FatalSeen) -> Step:
+    """The engine says that it is dying: not ready from now on, though only an exit or time proves it."""
     assert state.launch is not None
     at = state.launch.fatal_ns if state.launch.fatal_ns is not None else fact.at_ns
     return replace(state, launch=replace(state.launch, ready=False, fatal_ns=at)), ()
 
 
 def first_health(policy: Policy, state: State, fact: HealthSeen) -> Step:
-    """starting → proving on the first 200."""
+    """Starting → proving on the first 200."""
     assert state.launch is not None
     if fact.status != 200 or state.launch.fatal_ns is not None:
         return state, ()
@@ -87,6 +91,7 @@ def first_health(policy: Policy, state: State, fact: HealthSeen) -> Step:
 
 
 def health_seen(policy: Policy, state: State, fact: HealthSeen) -> Step:
+    """/health changed while the engine runs."""
     assert state.launch is not None
     unhealthy = None if fact.status == 200 else state.launch.unhealthy_ns or fact.at_ns
     return replace(state, launch=replace(state.launch, unhealthy_ns=unhealthy)), ()

@@ -67,7 +67,7 @@ class Incident:
 
     launches: int = 0
     signatures: tuple[str, ...] = ()
-    bracket: Bracket = Bracket()
+    bracket: Bracket = field(default_factory=Bracket)
     barred: frozenset[str] = frozenset()
     moved: tuple[Move, ...] = ()
     cause: Case | None = None
@@ -168,6 +168,7 @@ def budget_left(policy: Policy, state: State, now_ns: int) -> int:
 
 
 def recent_restarts(policy: Policy, state: State, now_ns: int) -> tuple[int, ...]:
+    """When the same-again restarts of the window were, the oldest first."""
     return tuple(at for at in state.restarts if at > now_ns - policy.window_ns)
 
 

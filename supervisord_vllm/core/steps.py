@@ -17,7 +17,8 @@ GIVEN_UP_STATUS = 69
 Step = tuple[State, tuple[Action, ...]]
 
 
-def enter(state: State, name: StateName, now_ns: int, **changes: Any) -> State:
+def enter(state: State, name: StateName, now_ns: int, **changes: Any) -> State:  # noqa: ANN401 - fields of `State`
+    """The state under another name, since now."""
     return replace(state, name=name, since_ns=now_ns, **changes)
 
 

@@ -16,6 +16,7 @@ from supervisord_vllm.core.steps import GIVEN_UP_STATUS, Step, enter, to_gate, t
 
 
 def stopping_exited(policy: Policy, state: State, fact: Exited) -> Step:
+    """The main process of a stopping engine is gone."""
     assert state.launch is not None
     return replace(state, launch=replace(state.launch, exited=fact)), ()
 
@@ -35,7 +36,9 @@ def diagnosed(policy: Policy, state: State, fact: Diagnosed) -> Step:
 
 
 def tree_ended(policy: Policy, state: State, fact: TreeEnded) -> Step:
-    assert state.ending is not None and state.launch is not None
+    """The tree is gone (or cannot be ended): go where the reason of the stop leads."""
+    assert state.ending is not None
+    assert state.launch is not None
     if fact.survivors:
         return _cannot_stop(policy, state, fact.at_ns, ", ".join(str(process) for process in fact.survivors))
     ending = replace(state.ending, gone=True)
@@ -46,6 +49,7 @@ def tree_ended(policy: Policy, state: State, fact: TreeEnded) -> Step:
 
 
 def stop_deadline(policy: Policy, state: State, fact: Tick) -> Step:
+    """Stopping → given-up when the tree is not gone in time."""
     assert state.ending is not None
     if fact.at_ns < state.ending.since_ns + STOP_DEADLINE_NS:
         return state, ()
@@ -76,7 +80,7 @@ def _cannot_stop(policy: Policy, state: State, now_ns: int, names: str) -> Step:
 
 
 def leave_stopping(policy: Policy, state: State, now_ns: int) -> Step:
-    """stopping → where the reason of the stop leads."""
+    """Stopping → where the reason of the stop leads."""
     ending = state.ending
     assert ending is not None
     if ending.why == "shutdown":

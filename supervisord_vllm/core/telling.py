@@ -7,12 +7,12 @@ is quoted, bounded and stripped of control characters: it is hostile.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
+from supervisord_vllm.core.case import Case
 from supervisord_vllm.core.decision import Move
-from supervisord_vllm.core.diagnosis import Diagnosis, Kind
+from supervisord_vllm.core.diagnosis import Kind
 from supervisord_vllm.core.facts import DeviceMemory, Exited, ProcessRef
-from supervisord_vllm.core.ledger import Ledger, Room, gib, requested, to_bytes
+from supervisord_vllm.core.ledger import Room, gib, requested, to_bytes
 from supervisord_vllm.core.levers import UTILIZATION, show
 from supervisord_vllm.core.policy import SECOND
 
@@ -28,21 +28,6 @@ STAGES: Mapping[Kind, str] = {
     Kind.OOM_RUNTIME: "while serving",
     Kind.OOM_MM: "in a multimodal request",
 }
-
-
-class Told(Protocol):
-    """What a failure sentence is told from (see `remedies.Case`)."""
-
-    @property
-    def diagnosis(self) -> Diagnosis: ...
-    @property
-    def launch(self) -> int: ...
-    @property
-    def grown(self) -> int: ...
-    @property
-    def holder(self) -> ProcessRef | None: ...
-    @property
-    def numbers(self) -> Ledger: ...
 
 
 def quoted(text: str, limit: int = 240) -> str:
@@ -84,7 +69,7 @@ def _size(numbers: Mapping[str, object], name: str) -> str | None:
     return gib(to_bytes(value)) if isinstance(value, (int, float)) else None
 
 
-def _neighbour(case: Told) -> str:
+def _neighbour(case: Case) -> str:
     if case.holder is None:
         return ""
     if case.grown:
@@ -93,7 +78,7 @@ def _neighbour(case: Told) -> str:
     return f"; {case.holder} holds {gib(held)}" if held else f"; {case.holder} holds memory there"
 
 
-def happened(case: Told, exited: Exited | None, suspicion: str = "") -> str:
+def happened(case: Case, exited: Exited | None, suspicion: str = "") -> str:
     """The failure with its numbers, as the middle of a sentence that begins with ``Launch N``."""
     diagnosis, kind = case.diagnosis, case.diagnosis.kind
     numbers = case.numbers.numbers

@@ -1,8 +1,8 @@
 """The gate's eyes: port, device locks and memory, sampled again and again until the core opens or closes it.
 
 Nothing is decided here; each look becomes one `GateSampled`. The locks of the devices are taken before a look and kept
-while memory is enough, so that the last sample before a launch is taken under them: of two daemons that start at once the
-second sees the first one's engine. They are given back while memory is short, because waiting must not block others.
+while memory is enough, so that the last sample before a launch is taken under them: of two daemons that start at once
+the second sees the first one's engine. They are given back while memory is short: waiting must not block others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory as a CPU engine will see it: the machine's, within the memory cgroup's limit.
 
-Contract: total is the least of the machine and every limit above us; free is the least of MemAvailable and what is left
-below each limit. vLLM's CPU build (0.32 ``utils/cpu_resource_utils.py``) reads the limit at the *root* of the mounted
+Contract: total is the least of the memory node and every limit above us; free is the least of what the node has
+available and what is left below each limit. vLLM's CPU build (0.32 ``utils/cpu_resource_utils.py``) reads the limit at the *root* of the mounted
 hierarchy (what a container or a bind mount shows there) and takes the whole usage off it, page cache included: there we
 count as it does, for it refuses on that number. A limit further down (a systemd unit's) is only enforced by the kernel,
 which drops inactive page cache first: there that cache counts as free.
@@ -12,6 +12,7 @@ Both cgroup versions and the layouts of systemd are known: v2 alone, v1, and hyb
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,13 @@ def _limit(path: Path, *, visible: bool) -> Limit | None:
     return None
 
 
+def _meminfo(path: Path) -> dict[str, int]:
+    """A meminfo file in bytes; a node's lines begin with ``Node 0 ``."""
+    lines = (procfs.read(path, 1 << 16) or b"").decode("ascii", "replace").splitlines()
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {name.split()[-1]: int(value.split()[0]) << 10 for name, value in pairs}
+
+
 class HostMemory:
     """The memory of this machine for a process of this cgroup. ``root`` replaces ``/`` in tests."""
 
@@ -104,14 +112,31 @@ class HostMemory:
         return list(found.values())
 
     def _machine(self) -> tuple[int, int]:
-        fields = dict(
-            line.split(b":", 1) for line in (procfs.read(self._root / "proc/meminfo", 1 << 16) or b"").splitlines()
-        )
+        """Total and available of the memory node that a worker of vLLM uses; of the machine where it has no nodes.
+
+        vLLM adds up MemFree, both file lists and SReclaimable of the node (``get_memory_node_info``).
+        """
+        node = self._node()
+        if node is not None:
+            try:
+                fields = _meminfo(node)
+                parts = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+                return fields["MemTotal"], sum(fields[part] for part in parts)
+            except (KeyError, ValueError, IndexError):
+                pass  # a node without memory, or a kernel that tells less: the machine's own account
         try:
-            total, available = (int(fields[key].split()[0]) << 10 for key in (b"MemTotal", b"MemAvailable"))
+            fields = _meminfo(self._root / "proc/meminfo")
+            return fields["MemTotal"], fields["MemAvailable"]
         except (KeyError, ValueError, IndexError):
             raise MemoryUnavailable(f"{self._root / 'proc/meminfo'} names no MemTotal and MemAvailable") from None
-        return total, available
+
+    def _node(self) -> Path | None:
+        """The account of the first memory node that we may use, or ``None``."""
+        status = (procfs.read(self._root / "proc/self/status", 1 << 16) or b"").decode("ascii", "replace")
+        allowed = next((line for line in status.splitlines() if line.startswith("Mems_allowed_list:")), "")
+        first = re.search(r"\d+", allowed)
+        path = self._root / f"sys/devices/system/node/node{first.group() if first else 0}/meminfo"
+        return path if path.exists() else None
 
     def _groups(self) -> Iterator[tuple[Path, bool]]:
         """Our cgroup and its parents in the v1 memory hierarchy and in the v2 tree, down from us to the mount's root.

@@ -1,8 +1,8 @@
 """The demonstration (``make demo``): the real daemon on the stand-in engine, through two failures, in under a minute.
 
-``python -m supervisord_vllm.simulation.demo``. Everything but the card and the engine is real: the daemon, its store, its
-signals, HTTP and the command line. It runs in a folder of its own and leaves nothing behind; status 0 if the story came
-out as told, 1 if not.
+``python -m supervisord_vllm.simulation.demo``. Everything but the card and the engine is real: the daemon, its store,
+its signals, HTTP and the command line. It runs in a folder of its own and leaves nothing behind; status 0 if the story
+came out as told, 1 if not.
 """
 
 from __future__ import annotations

