@@ -64,7 +64,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Outlets:
-    """Where a launch speaks to: the queue of facts, the copy of its output; and memory as it is sampled."""
+    """Where a launch speaks to: the queue of facts and the copy of its output; and where it asks for memory."""
 
     post: Callable[[Fact], None]
     line: Callable[[bytes], None]
