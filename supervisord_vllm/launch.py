@@ -47,7 +47,7 @@ BATCH = 500
 
 @dataclass(frozen=True)
 class Order:
-    """Everything a launch needs to begin. ``argv`` and ``env`` are real; ``shown`` is ``argv`` with secrets redacted."""
+    """Everything a launch needs to begin. ``argv`` and ``env`` are real; ``shown`` is ``argv`` redacted."""
 
     number: int
     argv: list[str]

@@ -2,9 +2,9 @@
 
 Contract: total is the least of the memory node and every limit above us; free is the least of what the node has
 available and what is left below each limit. vLLM's CPU build (0.32 ``utils/cpu_resource_utils.py``) reads the limit at
-the *root* of the mounted hierarchy (what a container or a bind mount shows there) and takes the whole usage off it, page
-cache included: there we count as it does, for it refuses on that number. A limit further down (a systemd unit's) is only
-enforced by the kernel, which drops inactive page cache first: there that cache counts as free.
+the *root* of the mounted hierarchy (what a container or a bind mount shows there) and takes the whole usage off it,
+page cache included: there we count as it does, for it refuses on that number. A limit further down (a systemd unit's)
+is only enforced by the kernel, which drops inactive page cache first: there that cache counts as free.
 
 Both cgroup versions and the layouts of systemd are known: v2 alone, v1, and hybrid (v1 controllers beside a v2 tree).
 """
