@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from supervisord_vllm.clock import boottime_ns
 from supervisord_vllm.core.facts import (
@@ -23,19 +23,25 @@ from supervisord_vllm.core.facts import (
     FatalSeen,
     HealthSeen,
     LedgerSeen,
+    LoadSeen,
+    OomKilled,
     PhaseSeen,
     Spawned,
     SpawnFailed,
     TreeEnded,
 )
+from supervisord_vllm.engine.circumstance import Outside
 from supervisord_vllm.engine.classifier import Classifier
 from supervisord_vllm.engine.events import Event, FatalEvent, LedgerEvent, PhaseEvent
 from supervisord_vllm.engine.metrics import EngineLoad
-from supervisord_vllm.engine.probe import EngineClient, Served
+from supervisord_vllm.engine.probe import NO_ANSWER, EngineClient, Served
 from supervisord_vllm.engine.tail import Tail, tail
 from supervisord_vllm.host.exits import Exit
+from supervisord_vllm.host.kernel import oom_kills
+from supervisord_vllm.host.leftovers import clear_segments, segments
 from supervisord_vllm.host.process import Child, SpawnError, spawn, wait_exit
-from supervisord_vllm.host.tree import Identity, end_tree, owned_pids, stop
+from supervisord_vllm.host.tree import DEFAULT_PATIENCE, Identity, Patience, Phase, end_tree, owned_pids, stop
+from supervisord_vllm.vigil import Terms, Vigil
 
 OUTPUT_DEADLINE_S = 10.0
 """For reading what a dead engine left in its log."""
@@ -43,6 +49,14 @@ DYING_S = 6.0
 """An engine that fails a canary because it is dying exits within this; then the exit is the better witness."""
 BATCH = 500
 """Lines that are judged before other tasks get a turn."""
+WATCHED = 200
+"""Lines of one batch that can show a start's progress: more at once are a flood."""
+KERNEL_LINES = 64
+"""Lines of the kernel's log that are kept for the verdict."""
+HEADLESS_SETTLE_S = 5.0
+"""An engine without an API of its own counts as up this long after it has its KV cache."""
+IDLE_PAGES = 2
+"""Pages of /metrics in a row without a request before an engine counts as idle."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,8 @@ class Order:
     served: Served
     health_every_s: float
     metrics_every_s: float
+    terms: Terms
+    patience: Patience = DEFAULT_PATIENCE
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,8 @@ class Outlets:
     line: Callable[[bytes], None]
     settled: Callable[[], Awaitable[tuple[DeviceMemory, ...]]]
     last_sample: Callable[[], tuple[DeviceMemory, ...]]
+    told: Callable[[str], object]
+    buses: Callable[[], frozenset[str]]
 
 
 class EngineLaunch:
@@ -89,6 +107,15 @@ class EngineLaunch:
         self._probes: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._before_end: tuple[DeviceMemory, ...] = ()
+        self._forced = asyncio.Event()
+        self._kills: int | None = None
+        self._killed = 0
+        self._kernel: list[str] = []
+        self._known_pids: frozenset[int] = frozenset()
+        self._empty_pages = 0
+        self._idle: bool | None = None
+        self._segments: frozenset[str] = frozenset()
+        self.vigil = Vigil(order.terms, client, outlets.post, self.own_pids)
 
     def begin(self) -> None:
         """Start the process; returns at once."""
@@ -98,7 +125,11 @@ class EngineLaunch:
         """Ask for one token; returns at once."""
         self._probe(self._canary())
 
-    def stop(self, phase: Literal["starting", "serving"]) -> None:
+    def force(self) -> None:
+        """A stop in progress waits no longer: KILL."""
+        self._forced.set()
+
+    def stop(self, phase: Phase) -> None:
         """End the engine, politely first; returns at once. Only lines before this can be a cause."""
         self._task(self._end(phase))
 
@@ -106,12 +137,19 @@ class EngineLaunch:
         """The main process is gone: end what it left behind; returns at once."""
         self._task(self._end(None))
 
+    def kernel_said(self, text: str) -> None:
+        """A line of the kernel's log while this launch is the present one."""
+        if len(self._kernel) < KERNEL_LINES:
+            self._kernel.append(text)
+
     def own_pids(self) -> frozenset[int]:
         """The processes that are proven to be this launch's; reads /proc, so call it in a thread."""
         child = self._child
         if child is None:
             return frozenset()
-        return owned_pids(child.instance, roots=(Identity(child.pid, child.start_ticks),))
+        living = owned_pids(child.instance, roots=(Identity(child.pid, child.start_ticks),))
+        self._known_pids |= living
+        return living
 
     # --- tasks ---
 
@@ -128,10 +166,14 @@ class EngineLaunch:
 
     async def _begin(self) -> None:
         order = self.order
+        self._kills = oom_kills()
         try:
             self._child = await spawn(order.argv, order.env, cwd=order.cwd, log_path=order.log, marker=order.marker)
         except SpawnError as error:
-            self._out.post(SpawnFailed(at_ns=boottime_ns(), launch=order.number, error=str(error)))
+            failed = SpawnFailed(
+                at_ns=boottime_ns(), launch=order.number, error=str(error), lasting=error.lasting
+            )
+            self._out.post(failed)
             return
         self._out.post(
             Spawned(
@@ -147,12 +189,21 @@ class EngineLaunch:
         self._task(self._watch_exit(self._child))
         self._probe(self._poll_health())
         self._probe(self._poll_metrics())
+        self._probe(self.vigil.watch())
 
     async def _watch_exit(self, child: Child) -> None:
         ended: Exit = await wait_exit(child)
         self._before_end = self._out.last_sample()
         self._exited.set()
+        self._count_kills()
         self._out.post(Exited(at_ns=boottime_ns(), launch=self.order.number, code=ended.code, signal=ended.signal))
+
+    def _count_kills(self) -> None:
+        """What the kernel killed for memory since the launch began, if that is told."""
+        now = oom_kills()
+        if now is not None and self._kills is not None and now - self._kills > self._killed:
+            self._killed = now - self._kills
+            self._out.post(OomKilled(at_ns=boottime_ns(), launch=self.order.number, count=self._killed))
 
     async def _read(self) -> None:
         """The output: copied, and turned into facts."""
@@ -160,6 +211,8 @@ class EngineLaunch:
         async for lines in self._tail:
             for count, line in enumerate(lines, 1):
                 self._out.line(line)
+                if count <= WATCHED:
+                    self.vigil.line(line)
                 for event in self._classifier.feed(line):
                     self._out.post(self._fact(event))
                 if count % BATCH == 0:
@@ -177,18 +230,51 @@ class EngineLaunch:
     async def _poll_health(self) -> None:
         seen: int | None = None
         while not self._exited.is_set():
-            status = await self._client.health()
+            status = await (self._settled_headless() if self.order.terms.headless else self._client.health())
+            if status == NO_ANSWER:  # busy is not dead: whether anything moves is for the vigil to say
+                status = seen
             if status != seen:
                 seen = status
+                if status == 200:
+                    await self._came_up()
                 self._out.post(HealthSeen(at_ns=boottime_ns(), launch=self.order.number, status=status))
             await self._pause(self.order.health_every_s)
 
+    async def _came_up(self) -> None:
+        """The first healthy answer: what can only be seen of a whole engine is noted."""
+        length = self._classifier.ledger.get("max_model_len")
+        self.vigil.healthy(length if isinstance(length, int) else None)
+        self._segments |= await asyncio.to_thread(lambda: segments(self.own_pids()))
+
+    async def _settled_headless(self) -> int | None:
+        """The health of an engine without an API: 200 once it has its KV cache and some seconds more."""
+        if "kv_tokens" not in self._classifier.ledger:
+            return None
+        await self._pause(HEADLESS_SETTLE_S)
+        return 200
+
     async def _poll_metrics(self) -> None:
         while not self._exited.is_set():
-            load = await self._client.metrics()
+            load = None if self.order.terms.headless else await self._client.metrics()
             if load is not None:
                 self.load = load
+                self.vigil.loaded(load)
+                self._tell_load(load)
+            self._count_kills()
             await self._pause(self.order.metrics_every_s)
+
+    def _tell_load(self, load: EngineLoad) -> None:
+        """Idle (two pages in a row without a request) or busy: only a change is a fact."""
+        if load.running is None or load.waiting is None:
+            return
+        running, waiting = int(load.running), int(load.waiting)
+        idle = running + waiting == 0
+        self._empty_pages = self._empty_pages + 1 if idle else 0
+        if idle and self._empty_pages < IDLE_PAGES:
+            return
+        if idle is not self._idle:
+            self._idle = idle
+            self._out.post(LoadSeen(at_ns=boottime_ns(), launch=self.order.number, running=running, waiting=waiting))
 
     async def _pause(self, seconds: float) -> bool:
         """Waits, but not beyond the exit; whether the engine exited."""
@@ -197,6 +283,10 @@ class EngineLaunch:
         return self._exited.is_set()
 
     async def _canary(self) -> None:
+        if self.order.terms.headless:
+            answered = CanaryDone(at_ns=boottime_ns(), launch=self.order.number, ok=True, detail="headless: no API")
+            self._out.post(answered)
+            return
         result = await self._client.canary(self.order.served)
         if not result.ok:
             await self._pause(DYING_S)
@@ -207,11 +297,24 @@ class EngineLaunch:
                 ok=result.ok,
                 detail=result.detail,
                 seconds=result.seconds,
+                status=result.status,
             )
         )
 
-    async def _end(self, phase: Literal["starting", "serving"] | None) -> None:
-        """The end of the launch; with a phase it is ours, without one the engine ended by itself."""
+    async def _end(self, phase: Phase | None) -> None:
+        """The end of the launch; with a phase it is ours, without one the engine ended by itself. Whatever breaks on
+        the way, the tree is ended and said to be."""
+        try:
+            await self._end_in_order(phase)
+        except Exception as error:  # noqa: BLE001 - an engine that cannot be ended is worse than any error
+            launch, child = self.order.number, self._child
+            self._out.told(f"the end of launch {launch} did not go in order ({error!r}): its tree is killed")
+            survivors = await end_tree(child, patience=self.order.patience) if child is not None else ()
+            verdict = self._classifier.verdict(expected_stop=phase is not None)
+            self._out.post(Diagnosed(at_ns=boottime_ns(), launch=launch, diagnosis=verdict))
+            self._out.post(TreeEnded(at_ns=boottime_ns(), launch=launch, survivors=survivors))
+
+    async def _end_in_order(self, phase: Phase | None) -> None:
         if self._spawned is not None:
             await self._spawned
         child, launch = self._child, self.order.number
@@ -221,11 +324,14 @@ class EngineLaunch:
         for probe in tuple(self._probes):
             probe.cancel()
         if phase is not None:
+            self._segments |= await asyncio.to_thread(lambda: segments(self.own_pids()))
             await self._overtaken()
             self._classifier.cut()
-            survivors = await stop(child, phase=phase, grace_s=self.order.grace_s)
+            survivors = await stop(
+                child, phase=phase, grace_s=self.order.grace_s, patience=self.order.patience, force=self._forced
+            )
         else:
-            survivors = await end_tree(child)
+            survivors = await end_tree(child, patience=self.order.patience)
         if not survivors:
             await self._exited.wait()
         if self._reader is not None:
@@ -235,15 +341,31 @@ class EngineLaunch:
             exit_code=ended.code if ended else None,
             exit_signal=ended.signal if ended else None,
             expected_stop=phase is not None,
+            outside=Outside(
+                kernel=tuple(self._kernel),
+                buses=tuple(sorted(self._out.buses())),
+                pids=self._known_pids,
+                oom_kills=self._killed,
+            ),
         )
         after = await self._out.settled()
         before = self._before_end or self._out.last_sample()
         self._out.post(Diagnosed(at_ns=boottime_ns(), launch=launch, diagnosis=diagnosis, devices=before, after=after))
+        await self._clear_segments()
         self._out.post(TreeEnded(at_ns=boottime_ns(), launch=launch, survivors=survivors))
+
+    async def _clear_segments(self) -> None:
+        """Shared memory that this launch's processes had mapped and nobody has now: their resource tracker was killed
+        with them."""
+        if removed := await asyncio.to_thread(clear_segments, self._segments):
+            self._out.told(f"shared memory of dead processes was removed: {', '.join(removed)}")
 
     async def _overtaken(self) -> None:
         """Lets the reader come level with what is already in the file, so that the cut falls where our signal does."""
         loop = asyncio.get_running_loop()
-        size, deadline = self.order.log.stat().st_size, loop.time() + 1.0
+        try:
+            size, deadline = self.order.log.stat().st_size, loop.time() + 1.0
+        except OSError:  # somebody removed it; what was read is all there will be
+            return
         while self._tail is not None and self._tail.offset < size and loop.time() < deadline:  # noqa: ASYNC110 - a file
             await asyncio.sleep(0.01)

@@ -36,6 +36,7 @@ class Gpu:
         self.compute: list[tuple[int, int | None]] = []
         self.graphics: list[tuple[int, int | None]] = []
         self.slices: list[Gpu | None] = []
+        self.bus = 0x3B
 
 
 class Nvml(ModuleType):
@@ -52,6 +53,10 @@ class Nvml(ModuleType):
             "nvmlDeviceGetCount": lambda: len(gpus),
             "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
             "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
+            "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:{gpu.bus:02X}:00.0"),
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda part: next(
+                gpu for gpu in gpus if part in gpu.slices
+            ),
             "nvmlDeviceGetName": lambda gpu: b"NVIDIA H200",  # older bindings give bytes
             "nvmlDeviceGetMemoryInfo": self._memory,
             "nvmlDeviceGetComputeRunningProcesses": lambda gpu: self._processes(gpu.compute),
@@ -231,3 +236,32 @@ def test_a_card_that_vanished_is_unavailable_by_name() -> None:
     nvml.failing["nvmlDeviceGetMemoryInfo"] = "NVML_ERROR_GPU_IS_LOST"
     with pytest.raises(MemoryUnavailable, match="NVML: GPU is lost"):
         source.sample(frozenset())
+
+
+def test_the_bus_ids_are_those_of_the_gpus_that_the_engine_uses_in_the_kernels_form() -> None:
+    first, second = Gpu("GPU-aa"), Gpu("GPU-bb")
+    second.bus = 0xC1
+    assert NvmlMemory({}, devices=1, nvml=Nvml(first, second)).bus_ids == {"0000:3b:00"}
+    assert NvmlMemory({"CUDA_VISIBLE_DEVICES": "1"}, devices=1, nvml=Nvml(first, second)).bus_ids == {"0000:c1:00"}
+    assert NvmlMemory({}, devices=2, nvml=Nvml(first, second)).bus_ids == {"0000:3b:00", "0000:c1:00"}
+    first.slices = [Gpu("MIG-aa1"), Gpu("MIG-aa2")]
+    assert NvmlMemory({"CUDA_VISIBLE_DEVICES": "MIG-aa2"}, nvml=Nvml(first, second)).bus_ids == {"0000:3b:00"}
+
+
+def test_a_driver_that_tells_no_bus_id_is_no_failure() -> None:
+    nvml = Nvml(Gpu("GPU-aa"), failing={"nvmlDeviceGetPciInfo": "NVML_ERROR_NOT_SUPPORTED"})
+    assert NvmlMemory({}, nvml=nvml).bus_ids == frozenset()
+
+
+@pytest.mark.parametrize("error", ["NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED"])
+def test_a_gpu_that_is_lost_has_vanished_and_a_silent_driver_has_not(error: str) -> None:
+    nvml = Nvml(Gpu("GPU-aa"))
+    source = NvmlMemory({}, nvml=nvml)
+    nvml.failing["nvmlDeviceGetMemoryInfo"] = error
+    with pytest.raises(MemoryUnavailable) as lost:
+        source.sample(frozenset())
+    assert lost.value.vanished
+    nvml.failing["nvmlDeviceGetMemoryInfo"] = "NVML_ERROR_TIMEOUT"
+    with pytest.raises(MemoryUnavailable) as mute:
+        source.sample(frozenset())
+    assert not mute.value.vanished

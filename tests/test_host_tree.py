@@ -226,6 +226,7 @@ def test_what_survives_the_deadline_is_named(tmp_path: Path, monkeypatch: pytest
         async with family(tmp_path, "child") as (child, pids):
             with monkeypatch.context() as patched:
                 patched.setattr(tree, "send", lambda identity, number: False)
+                patched.setattr(child, "group", None)
                 survivors = await tree.end_tree(child, patience=Patience(deadline=0.2))
             assert {ref.pid for ref in survivors} == {pids["main"], pids["child"]}
             assert all(ref.ours and ref.command.startswith("python") for ref in survivors)

@@ -17,7 +17,7 @@ from supervisord_vllm.core.facts import Fact, GateSampled, ProcessRef
 from supervisord_vllm.host.lock import HeldLocks, LockError, LockHeld, lock_devices, lock_dir
 from supervisord_vllm.host.memory import MemoryUnavailable, Sampler
 
-FAST_S = 0.25
+FAST_S = 0.1
 """Between two looks during the first window."""
 SLOW_S = 1.0
 """Between two looks while something is waited for."""
@@ -72,7 +72,7 @@ class Gate:
         while True:
             self._post(await self._look(launch))
             looks += 1
-            await asyncio.sleep(FAST_S if looks < 12 else SLOW_S)
+            await asyncio.sleep(FAST_S if looks < 30 else SLOW_S)
             if self._short():
                 self.release()
 
@@ -87,7 +87,9 @@ class Gate:
         if names != self._locked:
             self.release()
             try:
-                self._locks = await asyncio.to_thread(lock_devices, names, lock_dir(self._runtime_dir))
+                # Not in a thread: a task that is cancelled meanwhile would lose the locks, held for ever by ourselves. It
+                # never waits, and the folder is on a tmpfs.
+                self._locks = lock_devices(names, lock_dir(self._runtime_dir))
                 self._locked = names
             except LockHeld as held:
                 lock_owner = held.owner

@@ -32,7 +32,9 @@ _PARALLEL = {
 
 
 class MemoryUnavailable(Exception):  # noqa: N818 - an answer, not a mistake
-    """Memory can't be read now; the text is one line that says why."""
+    """Memory can't be read now; the text is one line that says why. ``vanished``: a GPU is lost, says the driver."""
+
+    vanished = False
 
 
 class MemorySource(Protocol):
@@ -128,6 +130,7 @@ class Sampler:
         self._pending: asyncio.Future[tuple[DeviceMemory, ...]] | None = None
         self._asked_at = 0.0
         self._taken_at: float | None = None
+        self._bus_ids: frozenset[str] = frozenset()
         self.last: tuple[DeviceMemory, ...] | None = None
         """The last sample that succeeded; see `age_s`."""
 
@@ -153,6 +156,11 @@ class Sampler:
                 raise MemoryUnavailable(self._silence()) from None
             self.last, self._taken_at = devices, monotonic()
             return devices
+
+    @property
+    def bus_ids(self) -> frozenset[str]:
+        """PCI addresses of the devices (``0000:3b:00``), as the last sample's source knows them; empty elsewhere."""
+        return self._bus_ids
 
     def close(self) -> None:
         """Lets the thread end after the call that it is in; it never keeps the process alive."""
@@ -181,6 +189,7 @@ class Sampler:
                 if self._source is None:
                     self._source = self._opener()
                 devices = self._source.sample(own_pids)
+                self._bus_ids = getattr(self._source, "bus_ids", frozenset())
             except MemoryUnavailable as unavailable:
                 self._source, error = None, unavailable
             except Exception as unexpected:  # noqa: BLE001 - a source's bug must not end the thread and look like a hang

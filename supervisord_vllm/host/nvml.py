@@ -21,6 +21,7 @@ from typing import cast
 from supervisord_vllm.core.facts import DeviceMemory, ProcessRef
 from supervisord_vllm.host import procfs
 from supervisord_vllm.host.hostmemory import HostMemory
+from supervisord_vllm.host.kernel import bus_id
 from supervisord_vllm.host.memory import MemoryUnavailable
 from supervisord_vllm.redaction import printable
 
@@ -29,6 +30,14 @@ CONTEXT_BYTES = 6 * (1 << 30) // 10
 _NONE = ("", "-1", "void", "none")
 """How CUDA_VISIBLE_DEVICES says that no GPU is meant; what else names nothing is a mistake."""
 _ABSENT = ("NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_FUNCTION_NOT_FOUND", "NVML_ERROR_ARGUMENT_VERSION_MISMATCH")
+
+_LOST = ("NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED")
+
+
+class GpuVanished(MemoryUnavailable):
+    """A GPU that was there is lost, or waits for a reset: nothing can be started on it."""
+
+    vanished = True
 
 
 class NoDriver(MemoryUnavailable):
@@ -42,6 +51,8 @@ class Gpu:
     uuid: str
     name: str
     handle: object
+    bus_id: str = ""
+    """PCI address as the kernel's log writes it; a MIG slice has its GPU's. Empty where it is not told."""
 
 
 def _pynvml() -> ModuleType:
@@ -67,14 +78,20 @@ class NvmlMemory:
         try:
             self.gpus = self._visible(environ.get("CUDA_VISIBLE_DEVICES"))[: max(1, devices)]
         except self._nvml.NVMLError as error:
-            raise MemoryUnavailable(f"NVML: {error}") from error
+            raise self._failed(error) from error
+        self.bus_ids = frozenset(gpu.bus_id for gpu in self.gpus if gpu.bus_id)
+        """PCI addresses of the GPUs, as the kernel's log writes them."""
 
     def sample(self, own_pids: frozenset[int]) -> tuple[DeviceMemory, ...]:
         """One look at every GPU that the engine will use."""
         try:
             return tuple(self._sample(gpu, own_pids) for gpu in self.gpus)
         except self._nvml.NVMLError as error:
-            raise MemoryUnavailable(f"NVML: {error}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> MemoryUnavailable:
+        kind = GpuVanished if self._is(error, *_LOST) else MemoryUnavailable
+        return kind(f"NVML: {error}")
 
     def _is(self, error: Exception, *names: str) -> bool:
         return any(getattr(error, "value", None) == getattr(self._nvml, name) for name in names)
@@ -170,7 +187,18 @@ class NvmlMemory:
         slices = self._slices(handle)
         handle = slices[0] if slices else handle
         uuid, name = self._nvml.nvmlDeviceGetUUID(handle), self._nvml.nvmlDeviceGetName(handle)
-        return Gpu(self._text(uuid), self._text(name), handle)
+        return Gpu(self._text(uuid), self._text(name), handle, self._bus_id(handle))
+
+    def _bus_id(self, handle: object) -> str:
+        """The GPU's PCI address; empty where the driver does not tell."""
+        try:
+            if self._text(self._nvml.nvmlDeviceGetUUID(handle)).startswith("MIG-"):
+                handle = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            return bus_id(self._text(self._nvml.nvmlDeviceGetPciInfo(handle).busId))
+        except self._nvml.NVMLError as error:
+            if self._is(error, *_LOST):
+                raise
+            return ""
 
     def _slices(self, handle: object) -> list[object]:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from supervisord_vllm.engine.command import MARKER
-from supervisord_vllm.host import exits, procfs
+from supervisord_vllm.host import cgroup, exits, procfs
 from supervisord_vllm.host.exits import Exit
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -29,7 +30,19 @@ _mains: dict[int, int] = {}
 
 
 class SpawnError(Exception):
-    """The engine could not be executed; the text is one line that names what and why."""
+    """The engine could not be executed; the text is one line that names what and why.
+
+    ``lasting`` says that the next try would fail too: the command is missing or cannot be executed, as against a machine
+    that is out of something at the moment.
+    """
+
+    def __init__(self, text: str, *, lasting: bool = True) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+
+
+_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""What a machine runs out of, and gets back."""
 
 
 def new_marker(instance: str) -> str:
@@ -47,6 +60,8 @@ class Child:
     marker: str
     log_path: Path
     exited: asyncio.Future[Exit] = field(repr=False)
+    group: cgroup.LaunchGroup | None = None
+    """Its own cgroup, where we may have one."""
 
     @property
     def instance(self) -> str:
@@ -127,13 +142,15 @@ def _one_line(argv: Sequence[str], cwd: Path | None, error: OSError) -> str:
     return f"cannot execute {argv[0]}: {reason}"
 
 
-def _start(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, log_path: Path) -> tuple[int, int, int]:
+def _start(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, log_path: Path, group: cgroup.LaunchGroup | None
+) -> tuple[int, int, int]:
     """pid, start time and pidfd of a new process; runs in a thread, because a log file or a program may lie on a disk
     that hangs."""
     try:
         log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise SpawnError(f"cannot write the launch log {log_path}: {error.strerror}") from error
+        raise SpawnError(f"cannot write the launch log {log_path}: {error.strerror}", lasting=False) from error
     try:
         # vLLM logs to stdout and prints tracebacks to stderr: one description with O_APPEND keeps their order.
         popen = subprocess.Popen(
@@ -147,11 +164,13 @@ def _start(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, log_pa
             start_new_session=True,
         )
     except OSError as error:
-        raise SpawnError(_one_line(argv, cwd, error)) from error
+        raise SpawnError(_one_line(argv, cwd, error), lasting=error.errno not in _PASSING) from error
     except ValueError as error:  # a NUL byte in an argument or variable
         raise SpawnError(f"cannot execute {argv[0]}: {error}") from error
     finally:
         os.close(log)
+    if group is not None:
+        group.add(popen.pid)
     popen.returncode = 0  # detaches Popen: it would collect the status behind our back
     found = procfs.stat(popen.pid)
     if found is None:
@@ -166,7 +185,7 @@ def _start(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, log_pa
         raise SpawnError(f"pidfd_open: {error.strerror} (Linux 5.3 or later is needed)") from error
 
 
-def _discard(started: asyncio.Future[tuple[int, int, int]]) -> None:
+def _discard(started: asyncio.Future[tuple[int, int, int]], group: cgroup.LaunchGroup | None) -> None:
     """Ends a process whose spawn was cancelled while it was being made."""
     if started.cancelled() or started.exception() is not None:
         return
@@ -175,6 +194,8 @@ def _discard(started: asyncio.Future[tuple[int, int, int]]) -> None:
     os.waitpid(pid, 0)
     os.close(pidfd)
     _mains.pop(pid, None)
+    if group is not None:
+        group.remove()
 
 
 async def spawn(argv: Sequence[str], env: Mapping[str, str], *, cwd: Path | None, log_path: Path, marker: str) -> Child:
@@ -188,10 +209,15 @@ async def spawn(argv: Sequence[str], env: Mapping[str, str], *, cwd: Path | None
         raise SpawnError("cannot execute the engine: the command is empty")
     loop = asyncio.get_running_loop()
     marked = {**env, MARKER: marker, "SPT_NOENV": "1"}
-    started = loop.run_in_executor(None, _start, argv, marked, cwd, log_path)
+    group = cgroup.make(marker)
+    started = loop.run_in_executor(None, _start, argv, marked, cwd, log_path, group)
     try:
         pid, start_ticks, pidfd = await asyncio.shield(started)
     except asyncio.CancelledError:
-        started.add_done_callback(_discard)
+        started.add_done_callback(lambda done: _discard(done, group))
         raise
-    return Child(pid, start_ticks, pidfd, marker, log_path, exits.watch(pidfd))
+    except SpawnError:
+        if group is not None:
+            group.remove()
+        raise
+    return Child(pid, start_ticks, pidfd, marker, log_path, exits.watch(pidfd), group)

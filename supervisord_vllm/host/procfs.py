@@ -154,6 +154,25 @@ def describe(pid: int, *, memory_bytes: int | None = None, ours: bool = False) -
     return ProcessRef(pid=pid, user=user, command=command, memory_bytes=memory_bytes, ours=ours)
 
 
+def cpu_ns(pid: int) -> int:
+    """Processor time that the process has used (user and system, its dead threads too), in nanoseconds; 0 once gone."""
+    raw = read(PROC / str(pid) / "stat")
+    if not raw:
+        return 0
+    fields = raw[raw.rindex(b")") + 2 :].split()
+    return (int(fields[11]) + int(fields[12])) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def waits(pid: int) -> str:
+    """A process's state for people, with the place in the kernel where it waits, if it may be read: ``D in
+    nvidia_ioctl``. Empty once it is gone."""
+    found = stat(pid)
+    if found is None:
+        return ""
+    place = (read(PROC / str(pid) / "wchan", 128) or b"").decode("ascii", "replace").strip()
+    return f"{found.state} in {_shown(place)}" if place not in ("", "0") else found.state
+
+
 def rss_bytes(pid: int) -> int:
     """Resident memory in bytes (statm); 0 once the process is gone."""
     raw = read(PROC / str(pid) / "statm")
