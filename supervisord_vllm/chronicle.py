@@ -8,10 +8,12 @@ from supervisord_vllm import __version__
 from supervisord_vllm.api import Exporter
 from supervisord_vllm.clock import SECOND_NS
 from supervisord_vllm.core import actions as act
+from supervisord_vllm.core.codec import from_json, to_json
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.facts import (
     CanaryDone,
     Commanded,
+    DaemonStarted,
     Diagnosed,
     Exited,
     Fact,
@@ -19,9 +21,10 @@ from supervisord_vllm.core.facts import (
     SpawnFailed,
     TreeEnded,
 )
+from supervisord_vllm.core.observations import Observation
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.state import State, StateName
-from supervisord_vllm.store import History, Store, durable
+from supervisord_vllm.store import History, Store, StoreError, durable
 from supervisord_vllm.store.history import DecisionRecord
 
 
@@ -41,6 +44,19 @@ class Chronicle:
     def begin(self, boot_id: str) -> None:
         """A daemon run begins."""
         self._run = self._store.start_run(self._policy, __version__, boot_id)
+
+    @property
+    def _observed(self) -> str:
+        return f"observations:{self._policy.surroundings}"
+
+    def observations(self) -> tuple[Observation, ...]:
+        """What earlier runs learnt of lever vectors in these surroundings; what cannot be read is forgotten."""
+        kept = self._store.get_meta(self._observed)
+        found: list[Observation] = []
+        for entry in kept if isinstance(kept, list) else []:
+            with contextlib.suppress(ValueError):
+                found.append(from_json(Observation, entry))
+        return tuple(found)
 
     def record(self, fact: Fact) -> None:
         """Keep a fact for replay."""
@@ -90,6 +106,13 @@ class Chronicle:
         store, launch = self._store, before.launch
         if isinstance(fact, Commanded) and fact.verb in ("hold", "resume"):
             store.set_meta("held", True if after.held else None)
+        if isinstance(fact, Commanded) and fact.verb == "reset":
+            store.clear_exhausted()
+            store.forget_good(self._policy.fingerprint)
+        if after.observations is not before.observations and not isinstance(fact, DaemonStarted):
+            store.set_meta(self._observed, [to_json(seen) for seen in after.observations])
+        if isinstance(fact, Commanded) and fact.verb == "start" and after.name is not before.name:
+            store.clear_exhausted()
         if launch is None or fact.launch not in (0, launch.number):
             return
         if isinstance(fact, Spawned):
@@ -119,8 +142,9 @@ class Chronicle:
 
 
 def _last_decision(store: Store) -> DecisionRecord | None:
-    history = History.open(store.path)
-    if history is None:
-        return None
-    with contextlib.closing(history):
-        return history.last_decision()
+    with contextlib.suppress(StoreError):  # a full disk: this run keeps its history in memory
+        history = History.open(store.path)
+        if history is not None:
+            with contextlib.closing(history):
+                return history.last_decision()
+    return None

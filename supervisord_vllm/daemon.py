@@ -10,7 +10,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -21,26 +24,36 @@ from supervisord_vllm.clock import SECOND_NS, Now, boot_id, boottime_ns
 from supervisord_vllm.config import ConfigError, Settings
 from supervisord_vllm.config.arguments import value
 from supervisord_vllm.core import actions as act
+from supervisord_vllm.core.climbing import room_matters
 from supervisord_vllm.core.facts import (
+    Cleaned,
     Commanded,
     DaemonStarted,
     DeviceMemory,
+    DevicesSeen,
     Fact,
     HealthSeen,
+    KernelSeen,
     LeftoversReaped,
     ProcessRef,
+    RoomSeen,
     Tick,
 )
+from supervisord_vllm.core.levers import MODEL_LEN
 from supervisord_vllm.core.machine import decide
+from supervisord_vllm.core.operating import why_no_step
+from supervisord_vllm.core.progress import Gaps
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
 from supervisord_vllm.engine.command import command_line, engine_environment
 from supervisord_vllm.engine.probe import EngineClient
 from supervisord_vllm.host.gate import Gate
+from supervisord_vllm.host.kernel import KernelLine, KernelLog
+from supervisord_vllm.host.leftovers import caches, clear_locks
 from supervisord_vllm.host.memory import MemorySource, MemoryUnavailable, Sampler, source_of
 from supervisord_vllm.host.port import port_owner, socket_owner
 from supervisord_vllm.host.process import become_subreaper, new_marker, watch_orphans
 from supervisord_vllm.host.systemd import Notifier, watchdog_interval
-from supervisord_vllm.host.tree import reap_leftovers
+from supervisord_vllm.host.tree import Patience, reap_leftovers
 from supervisord_vllm.launch import EngineLaunch, Order, Outlets
 from supervisord_vllm.log import EngineOutput
 from supervisord_vllm.places import INSTANCE_META, SOCKET, STORE, instance
@@ -48,13 +61,14 @@ from supervisord_vllm.redaction import Redactor
 from supervisord_vllm.status import Snapshot, snapshot_of
 from supervisord_vllm.store import Store
 from supervisord_vllm.store.launch_logs import launch_log, prune_launch_logs
+from supervisord_vllm.vigil import Terms
 
 MEMORY_EVERY_S = 2.0
 """Between two samples of device memory while an engine lives."""
 IDLE_MEMORY_EVERY_S = 10.0
 SETTLE_S = 2.0
 """A dead engine's memory is given back within this, or what is missing belongs to somebody else."""
-SETTLE_STEP_S = 0.2
+SETTLE_STEP_S = 0.02
 STILL_BYTES = 64 << 20
 """Two samples that differ by less show that nothing is being given back any more."""
 PULSE_S = 5.0
@@ -94,6 +108,10 @@ class Daemon:
         self._memory_error: str | None = None
         self._notified_ready = False
         self._watchdog_at = 0.0
+        self._gaps = Gaps()
+        self._own_pids: frozenset[int] = frozenset()
+        self._devices: frozenset[str] = frozenset()
+        self._kernel: KernelLog | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what others may do ---
@@ -121,10 +139,12 @@ class Daemon:
             },
         )
 
-    async def command(self, verb: Verb, reason: str, by: str) -> str:
+    async def command(
+        self, verb: Verb, reason: str, by: str, lever: str = "", direction: Literal["up", "down"] = "down"
+    ) -> str:
         """An operator's word (see `api.Control`)."""
         answer: asyncio.Future[tuple[State, State]] = asyncio.get_running_loop().create_future()
-        fact = Commanded(at_ns=boottime_ns(), verb=verb, reason=reason, by=by)
+        fact = Commanded(at_ns=boottime_ns(), verb=verb, reason=reason, by=by, lever=lever, direction=direction)
         self._queue.put_nowait(_Asked(fact, answer))
         before, after = await answer
         self._log.info("command", verb=verb, by=by, reason=reason or None, state=after.name.value)
@@ -132,10 +152,16 @@ class Daemon:
             return "held: a failure restarts the same configuration, within the budget, until `vllm-supervise resume`"
         if verb == "resume":
             return "resumed: a failure may change the configuration again"
+        if verb == "reset":
+            return "reset: failures, budget and the last known good are forgotten"
         if before.name is after.name and before.ending == after.ending:
             if verb == "stop" and after.name is StateName.STOPPED:
                 return "already stopped"
-            raise RefusedError(f"{verb}: nothing to do, the instance is {after.name.value}")
+            if verb == "step":
+                raise RefusedError(why_no_step(self.policy, after, lever, direction))
+            raise RefusedError(f"nothing to do, the instance is {after.name.value}")
+        if after.ending is not None and after.ending.forced:
+            return f"{verb}: nothing is waited for any more, the engine is killed"
         return f"{verb}: {before.name.value} → {after.name.value}"
 
     # --- the loop ---
@@ -149,13 +175,19 @@ class Daemon:
         watch_orphans(loop)
         surfaces = await self._open_surfaces()
         self._task(self._watch_memory())
+        self._watch_kernel()
         self._begin_run(reset=reset)
         if self.settings.systemd.ready == "supervising":
             self._say_ready()
         try:
             await self._turn_until_exit()
         finally:
+            # A second signal during these last moments must not turn a clean end into a death by signal.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
             self._gate.close()
+            self._close_kernel()
             for task in tuple(self._tasks):
                 task.cancel()
             for surface in surfaces:
@@ -186,6 +218,7 @@ class Daemon:
             wake = wake_at_ns(self.policy, self.state)
             due = PULSE_S if wake is None else (wake - boottime_ns()) / SECOND_NS
             if due <= 0:
+                await asyncio.sleep(0)  # a timer that is due never shuts the others out
                 return _Asked(Tick(at_ns=boottime_ns()))
             with contextlib.suppress(asyncio.TimeoutError):
                 return await asyncio.wait_for(self._queue.get(), min(due, PULSE_S))
@@ -229,6 +262,10 @@ class Daemon:
         elif isinstance(action, act.EndTree):
             self._gate.release()
             self._living().end_tree()
+        elif isinstance(action, act.Force):
+            self._living().force()
+        elif isinstance(action, act.Clean):
+            self._task(self._clean(action.target))
         elif isinstance(action, act.Proven):
             self._chronicle.proven(action)
         elif isinstance(action, act.GiveUp):
@@ -268,6 +305,7 @@ class Daemon:
         launches = settings.state_dir / "launches"
         keep = settings.log
         with contextlib.suppress(OSError):
+            launches.mkdir(mode=0o700, exist_ok=True)  # somebody may have tidied up
             prune_launch_logs(launches, keep.keep_launches, keep.keep_bytes, protect=(action.launch - 1,))
         marker = new_marker(self._instance)
         argv = command_line(engine, action.levers)
@@ -278,7 +316,7 @@ class Daemon:
         order = Order(
             number=action.launch,
             argv=argv,
-            env=engine_environment(engine, os.environ, marker),
+            env={**engine_environment(engine, os.environ, marker), **dict(action.environment)},
             shown=self._redactor.argv(argv),
             marker=marker,
             log=launch_log(launches, action.launch),
@@ -287,11 +325,51 @@ class Daemon:
             served=settings.proof.canary,
             health_every_s=settings.poll.health.seconds,
             metrics_every_s=settings.poll.metrics.seconds,
+            terms=self._terms(action),
+            patience=Patience(
+                interrupt=settings.stop.interrupt.seconds,
+                terminate=settings.stop.terminate.seconds,
+                deadline=settings.stop.kill.seconds,
+            ),
         )
-        outlets = Outlets(self.post, self._line, self._settled, lambda: self._sampler.last or ())
+        outlets = Outlets(
+            post=self.post,
+            line=self._line,
+            settled=self._settled,
+            last_sample=lambda: self._sampler.last or (),
+            told=self._log.warning,
+            buses=lambda: self._sampler.bus_ids,
+        )
         self._launch = EngineLaunch(order, self._client, outlets)
         self._exporter.launched()
         self._launch.begin()
+
+    def _terms(self, action: act.Spawn) -> Terms:
+        settings, engine = self.settings, self.settings.engine
+        patience = settings.hang.patience
+        return Terms(
+            launch=action.launch,
+            served=settings.proof.canary,
+            start_ns=settings.start.patience.ns,
+            hang_ns=None if patience is None else patience.ns,
+            max_model_len=action.levers.number(MODEL_LEN),
+            gaps=self._gaps,
+            caches=tuple(caches({**os.environ, **engine.env})),
+            headless="--headless" in engine.args,
+        )
+
+    async def _clean(self, target: str) -> None:
+        """Locks of dead owners in the engine's caches, moved aside; where declared, the machine's page cache too."""
+        if target == "drop_page_cache":
+            try:
+                await asyncio.to_thread(Path("/proc/sys/vm/drop_caches").write_text, "1", encoding="ascii")
+                self._log.warning("the page cache was dropped, as [allow] drop-caches permits")
+            except OSError as error:
+                self._log.warning("the page cache could not be dropped", error=str(error))
+        moved = await asyncio.to_thread(lambda: clear_locks(caches({**os.environ, **self.settings.engine.env})))
+        for path in moved:
+            self._log.warning("a lock without an owner was moved aside", path=path)
+        self.post(Cleaned(at_ns=boottime_ns(), moved=moved))
 
     def _line(self, line: bytes) -> None:
         if self._output is not None:
@@ -308,9 +386,11 @@ class Daemon:
         launch = state.launch.number if state.launch is not None else None
         self._log.info(f"{before.name.value} → {state.name.value}", launch=launch)
         if state.name in (StateName.STOPPED, StateName.GATING, StateName.BACKING_OFF, StateName.GIVEN_UP):
+            if self._launch is not None:
+                self._gaps = self._launch.vigil.gaps
             self._launch = None
         if state.name is StateName.STOPPED:
-            self._chronicle.complete("stopped by an operator")
+            self._chronicle.complete("the engine was stopped")
         self._notifier.status(self._status_line())
 
     def _status_line(self) -> str:
@@ -350,6 +430,8 @@ class Daemon:
                 last_known_good=store.last_known_good(policy.fingerprint),
                 exhausted=store.exhausted(policy.fingerprint, boot, now),
                 held=store.get_meta("held") is True,
+                observations=self._chronicle.observations(),
+                wall_s=int(time.time()),
             )
         )
 
@@ -401,20 +483,85 @@ class Daemon:
         while True:
             launch = self._launch
             if self.state.name is not StateName.GATING:
-                await self._sample(launch)
+                self._tell_room(await self._sample(launch))
             await asyncio.sleep(MEMORY_EVERY_S if launch is not None else IDLE_MEMORY_EVERY_S)
+
+    def _tell_room(self, devices: tuple[DeviceMemory, ...]) -> None:
+        """A sample beside a serving engine is a fact only where it changes what would fit."""
+        launch = self.state.launch
+        if launch is not None and devices and room_matters(self.state, devices):
+            self.post(RoomSeen(at_ns=boottime_ns(), launch=launch.number, devices=devices))
 
     async def _sample(self, launch: EngineLaunch | None) -> tuple[DeviceMemory, ...]:
         own = await asyncio.to_thread(launch.own_pids) if launch is not None else frozenset()
+        if own:
+            self._own_pids = own
         try:
             devices = await self._sampler.sample(own)
         except MemoryUnavailable as error:
             if self._memory_error is None:
                 self._log.warning("device memory cannot be read", error=str(error))
+                self.post(DevicesSeen(at_ns=boottime_ns(), error=str(error), vanished=error.vanished))
             self._memory_error = str(error)
             return ()
+        names = frozenset(device.device for device in devices)
+        if gone := self._devices - names:
+            text = f"{', '.join(sorted(gone))} is no longer there"
+            self._log.error("a device vanished", devices=sorted(gone))
+            self.post(DevicesSeen(at_ns=boottime_ns(), error=text, vanished=True))
+            self._memory_error = text
+        self._devices = names
+        if gone:
+            return devices
+        if self._memory_error is not None:
+            self._log.info("device memory can be read again")
+            self.post(DevicesSeen(at_ns=boottime_ns(), error=None))
         self._memory_error = None
         return devices
+
+    def _watch_kernel(self) -> None:
+        """Read the kernel's log from now on; where that is not permitted, say so once."""
+        opened = KernelLog.open()
+        if isinstance(opened, str):
+            self._log.info("the kernel's log cannot be read, so Xid and OOM-killer lines are not seen", reason=opened)
+            return
+        self._kernel = opened
+        asyncio.get_running_loop().add_reader(opened.fileno(), self._kernel_said, opened)
+
+    def _close_kernel(self) -> None:
+        if self._kernel is not None:
+            asyncio.get_running_loop().remove_reader(self._kernel.fileno())
+            self._kernel.close()
+            self._kernel = None
+
+    def _kernel_said(self, log: KernelLog) -> None:
+        for line in log.read():
+            ours = self._is_ours(line)
+            launch = self.state.launch.number if self.state.launch is not None else 0
+            if ours is not False:
+                self._log.warning("the kernel says", text=line.text, ours=ours)
+                if self._launch is not None:
+                    self._launch.kernel_said(line.text)
+            self.post(
+                KernelSeen(
+                    at_ns=boottime_ns(),
+                    launch=launch,
+                    kind=line.kind,
+                    text=line.text,
+                    bus_id=line.bus_id,
+                    number=line.number,
+                    pid=line.pid,
+                    ours=ours,
+                )
+            )
+
+    def _is_ours(self, line: KernelLine) -> bool | None:
+        """Whether a line is about our launch: its processes as they were last seen, or its GPUs."""
+        if line.kind == "oom_killer":
+            return line.pid in self._own_pids
+        buses = self._sampler.bus_ids
+        # A switch has a bus id of its own, and serves every GPU of the machine.
+        return None if not buses or line.kind == "sxid" else line.bus_id in buses
 
     async def _settled(self) -> tuple[DeviceMemory, ...]:
         """Memory once a dead engine's share was given back: two samples alike, at most `SETTLE_S` later."""

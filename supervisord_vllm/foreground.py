@@ -31,7 +31,8 @@ def run(settings: Settings, *, reset: bool = False) -> int:
         return asyncio.run(_main(settings, store, output, redactor, reset=reset))
     except (ConfigError, StoreError, LockHeld, LockError) as error:
         log.close()
-        os.write(2, f"vllm-supervise: {redactor.text(str(error))}\n".encode())
+        fix = "; stop that daemon, or give this one a state-dir of its own" if isinstance(error, LockHeld) else ""
+        os.write(2, f"vllm-supervise: {redactor.text(str(error))}{fix}\n".encode())
         return ExitCode.CONFIGURATION
     finally:
         if store is not None:

@@ -109,7 +109,9 @@ class DaemonProcess:
         self.process: subprocess.Popen[str] | None = None
         self.errors = folder / "stderr"
         self.output = folder / "stdout"
-        (folder / "card.toml").write_text('schema = 1\nbase = "h200"\n[timing]\nspeed = 400\n')
+        # A card of its own: starts on one card are serialised by a lock, over all tests of this machine.
+        card = f'schema = 1\nbase = "h200"\n[card]\nuuid = "GPU-{folder.name}"\n[timing]\nspeed = 400\n'
+        (folder / "card.toml").write_text(card)
         self.policy = folder / "policy.toml"
         self.write(**values)
 

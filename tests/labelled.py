@@ -11,10 +11,12 @@ from pathlib import Path
 
 from supervisord_vllm.core.diagnosis import Diagnosis, Kind, Number
 from supervisord_vllm.engine.classifier import Classifier
+from supervisord_vllm.engine.launches import read
 
 DATA = Path(__file__).parent / "data"
 CAPTURES = DATA / "captures"
 CORPUS = DATA / "corpus"
+PUBLIC = DATA / "public"
 
 _HARNESS = re.compile(rb"\[\+ {0,4}[\d.]+ (?P<stream>O|E|--)\] ?")
 _HEALTHY = {Kind.NONE.value, Kind.FALSE_ALARM.value}
@@ -35,6 +37,8 @@ LEVERS = {
     "raise_ready_timeout": ("env:VLLM_ENGINE_READY_TIMEOUT_S", "up"),
     "raise_nofile": ("limit:nofile", "up"),
     "disable_kv_connector": ("kv_transfer_config", "switch"),
+    "max_lora_rank_up": ("max_lora_rank", "up"),
+    "limit_jit_jobs": ("env:MAX_JOBS", "down"),
 }
 
 
@@ -102,4 +106,4 @@ def fed(lines: Iterable[bytes | str], *, kernel_lines: bool = False) -> Classifi
 
 def verdict(path: Path) -> Diagnosis:
     """What `diagnose` would say."""
-    return fed(raw_lines(path), kernel_lines=True).verdict()
+    return read(raw_lines(path)).verdict()

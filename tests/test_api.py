@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
@@ -55,7 +55,9 @@ class Daemon(Control):
     def snapshot(self) -> Snapshot:
         return self.now
 
-    async def command(self, verb: Verb, reason: str, by: str) -> str:
+    async def command(
+        self, verb: Verb, reason: str, by: str, lever: str = "", direction: Literal["up", "down"] = "down"
+    ) -> str:
         if verb == "stop":
             raise RefusedError("stopping already")
         self.told.append((verb, reason, by))

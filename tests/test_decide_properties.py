@@ -140,7 +140,13 @@ def fact_streams(draw: st.DrawFn) -> list[Fact]:
                     st.just(LeftoversReaped(at_ns=now)),
                     st.builds(GateSampled, at_ns=st.just(now), launch=st.just(launch), devices=CARDS),
                     st.just(Spawned(**at, pid=1, start_ticks=1, argv=("v",), log="l")),
-                    st.just(SpawnFailed(**at, error="no such file")),
+                    st.builds(
+                        SpawnFailed,
+                        at_ns=st.just(now),
+                        launch=st.just(launch),
+                        error=st.just("no such file"),
+                        lasting=st.booleans(),
+                    ),
                     st.just(LedgerSeen(**at, numbers={"weights_gib": 14.0})),
                     st.just(FatalSeen(**at, text="fatal")),
                     st.builds(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from labelled import CAPTURES, DATA
 from supervisord_vllm.cli.diagnose import bounded_lines, diagnose
 from supervisord_vllm.engine.lines import LIMIT
+from supervisord_vllm.engine.logfile import followed
 
 H200 = CAPTURES / "h200-vllm-0.26.0"
 ROOT = DATA.parent.parent
@@ -141,3 +142,120 @@ def test_diagnose_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("oom_runtime (runtime): ")
+
+
+# ---- several launches, a policy's view, a growing file
+
+POLICY = """
+schema = 1
+[engine]
+command = ["vllm", "serve"]
+model = "m"
+[levers]
+gpu-memory-utilization = 0.90
+max-model-len = 131072
+[[ladder]]
+lever = "gpu-memory-utilization"
+step = 0.05
+min = 0.50
+max = 0.95
+[[ladder]]
+lever = "max-model-len"
+min = 4096
+"""
+
+
+def test_earlier_launches_are_listed_in_both_forms(tmp_path: Path) -> None:
+    log = tmp_path / "all.log"
+    log.write_bytes(b"".join((H200 / f"{n}.log").read_bytes() for n in ("05-no-cache-blocks", "06-len-over-kv")))
+    data = json.loads(run("--json", str(log))[1])
+    assert data["kind"] == "kv_len_too_long"
+    assert [(e["kind"], e["action"], e["reached"]) for e in data["earlier"]] == [
+        ("kv_no_blocks", "next_config", "profiling")
+    ]
+    assert data["earlier"][0]["lines"][0] == 1
+    assert "  earlier, lines 1-" in run(str(log))[1]
+
+
+def test_several_files_are_told_apart() -> None:
+    names = [str(H200 / f"{n}.log") for n in ("05-no-cache-blocks", "01-seed-cold")]
+    objects = [json.loads(line) for line in run("--json", *names)[1].splitlines()]
+    assert [(o["file"], o["kind"]) for o in objects] == [(names[0], "kv_no_blocks"), (names[1], "none")]
+    assert run(*names)[1].startswith(f"{names[0]}:\nkv_no_blocks ")
+
+
+def test_a_policy_says_what_it_would_do(tmp_path: Path) -> None:
+    policy = tmp_path / "qwen.toml"
+    policy.write_text(POLICY)
+    data = json.loads(run("--json", "--config", str(policy), str(H200 / "06-len-over-kv.log"))[1])
+    assert data["action"] == "next_config"
+    assert data["policy"]["name"] == "qwen"
+    assert data["change"] == [{"lever": "max_model_len", "direction": "down", "to": 60000}]
+    move = data["policy"]["moves"][0]
+    assert (move["lever"], move["from"], move["to"]) == ("max_model_len", 131072, 60000)
+    assert any(reason.startswith("gpu_memory_utilization: ") for reason in data["policy"]["skipped"])
+    _, out, _ = run("--config", str(policy), str(H200 / "06-len-over-kv.log"))
+    assert "  this policy: next_config: max_model_len 131072 → 60000" in out
+
+
+def test_a_policy_that_may_move_nothing_stops(tmp_path: Path) -> None:
+    policy = tmp_path / "fixed.toml"
+    policy.write_text(POLICY.partition("[[ladder]]")[0])
+    data = json.loads(run("--json", "--config", str(policy), str(H200 / "06-len-over-kv.log"))[1])
+    assert data["action"] == "stop_explain"
+    assert data["policy"]["moves"] == []
+
+
+def test_a_policy_does_nothing_about_what_is_no_failure(tmp_path: Path) -> None:
+    policy = tmp_path / "qwen.toml"
+    policy.write_text(POLICY)
+    data = json.loads(run("--json", "--config", str(policy), str(H200 / "01-seed-cold.log"))[1])
+    assert (data["action"], data.get("policy")) == ("no_action", None)
+
+
+def test_a_wrong_policy_ends_with_78(tmp_path: Path) -> None:
+    policy = tmp_path / "bad.toml"
+    policy.write_text("schema = 1\n[engin]\n")
+    code, _, err = run("--config", str(policy), str(H200 / "01-seed-cold.log"))
+    assert code == 78
+    assert "engin" in err
+
+
+def test_following_wants_one_file_that_grows() -> None:
+    assert run("--follow", "-")[0] == 2
+    assert run("--follow", "a", "b")[0] == 2
+
+
+def test_a_growing_file_is_followed_verdict_by_verdict_and_through_rotation(tmp_path: Path) -> None:
+    """Fed in pieces; each verdict comes once the file is quiet."""
+    log = tmp_path / "vllm.log"
+    first = (H200 / "05-no-cache-blocks.log").read_bytes()
+    second = (H200 / "04-cotenant-free-below-util.log").read_bytes()
+    log.write_bytes(first[:2000])
+    seen: list[tuple[str, int]] = []
+    pieces = [first[2000:], second, None]
+    for launches in followed(str(log), poll_s=0.01, quiet_s=0.05):
+        seen.append((launches.verdict().kind.value, len(launches.earlier)))
+        if not pieces:
+            break
+        piece = pieces.pop(0)
+        if piece is None:  # rotated: the new file begins anew
+            log.rename(tmp_path / "vllm.log.1")
+            log.write_bytes((H200 / "06-len-over-kv.log").read_bytes())
+        else:
+            with log.open("ab") as stream:
+                stream.write(piece)
+    assert seen == [("none", 0), ("kv_no_blocks", 0), ("gpu_busy_foreign", 1), ("kv_len_too_long", 0)]
+
+
+def test_the_policys_view_alone_imports_pydantic(tmp_path: Path) -> None:
+    policy = tmp_path / "qwen.toml"
+    policy.write_text(POLICY)
+    script = (
+        "import sys; from supervisord_vllm.cli.diagnose import diagnose; from pathlib import Path; "
+        f"diagnose([{str(H200 / '06-len-over-kv.log')!r}]); before = 'pydantic' in sys.modules; "
+        f"diagnose([{str(H200 / '06-len-over-kv.log')!r}], config=Path({str(policy)!r})); "
+        "sys.exit(before or 'pydantic' not in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from supervisord_vllm.engine.metrics import EngineLoad
-from supervisord_vllm.engine.probe import LARGEST_REPLY, EngineClient
+from supervisord_vllm.engine.probe import NO_ANSWER, LARGEST_REPLY, EngineClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODELS = {"data": [{"id": "adapter", "parent": "tiny"}, {"id": "tiny", "parent": None}]}
@@ -97,7 +97,7 @@ def test_a_silent_engine_costs_its_time_out_and_no_more() -> None:
     engine = Engine()
     engine.answers["/health"] = (200, silent)
     engine.answers["/v1/completions"] = (200, silent)
-    assert ask(engine, lambda client: client.health(), timeout=0.1) is None
+    assert ask(engine, lambda client: client.health(), timeout=0.1) == NO_ANSWER
     result = ask(engine, lambda client: client.canary(), canary_timeout=0.3)
     assert not result.ok
     assert result.detail == "no answer within 0.3 s"

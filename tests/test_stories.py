@@ -198,7 +198,7 @@ def test_a_neighbour_that_grew_while_serving_is_blamed_and_the_configuration_is_
     assert decision.action is Action.WAIT_VRAM
     assert "pid 2712 (python) took 38.00 GiB since the start" in decision.sentence
     assert world.state.target == policy.declared
-    assert world.state.incident.bracket.high == 1001
+    assert not any(seen.outcome != "proven" for seen in world.state.observations)
 
 
 def test_a_bad_flag_is_one_launch_with_the_sentence_of_vllm() -> None:
@@ -346,16 +346,128 @@ def test_a_canary_that_fails_ends_an_engine_that_calls_itself_healthy() -> None:
     assert world.state.name.value == "serving"
 
 
-def test_an_engine_that_says_it_dies_is_not_ready_at_once_and_is_stopped_if_it_lives_on() -> None:
+def test_an_engine_that_says_it_dies_is_not_ready_at_once_and_a_request_decides_whether_it_does() -> None:
+    """Text alone proves nothing: a prompt can quote anything."""
     world = World(POLICY, fine).run(120)
     assert world.state.ready
     world.send(0, FatalSeen(at_ns=0, launch=1, text="EngineCore encountered a fatal error."))
     world.run(1)
     soon = world.state
     assert not soon.ready
+    world.run(100)
+    assert world.state.ready
+    assert len(world.spawns) == 1, "it answered: nothing was wrong but the words"
+    world.outcome.canary = False
+    world.send(0, FatalSeen(at_ns=0, launch=1, text="EngineCore encountered a fatal error."))
     later: World = world.run(100)
     assert [state for _, state in later.states].count("serving") == 2
     assert later.decisions[0].kind is Kind.ENGINE_DEAD
+    assert "said that it is dying and answers no request" in later.decisions[0].sentence
+
+
+def test_a_soak_that_ends_while_health_is_down_waits_and_never_spins() -> None:
+    world = World(POLICY, fine)
+    world.run(until=lambda world: world.state.name.value == "proving")
+    world.send(29, HealthSeen(at_ns=0, launch=1, status=503))
+    world.send(35, HealthSeen(at_ns=0, launch=1, status=200))
+    world.run(120)
+    assert world.state.name.value == "serving"
+    assert world.decisions == []
+
+
+def test_a_refused_api_key_is_a_mistake_in_the_policy_and_costs_one_launch() -> None:
+    world = World(POLICY, lambda spawn, world: Outcome(canary=False, canary_status=401)).run()
+    assert len(world.spawns) == 1
+    assert world.exit == 69
+    assert "api-key-file" in world.decisions[0].sentence
+
+
+def test_memory_that_cannot_be_read_while_it_is_short_keeps_the_gate_shut() -> None:
+    world = World(POLICY, fine)
+    world.foreign = 100 * GIB
+
+    def blind(world: World) -> None:
+        world.memory_error = "NVML has not answered" if world.elapsed() > 5 else None
+
+    world.on_sample = blind
+    world.run()
+    assert world.spawns == []
+    assert world.exit == 69
+
+
+def test_an_undeclared_utilization_waits_for_what_vllm_printed_and_does_not_hammer_the_card() -> None:
+    policy = replace(POLICY, declared=Levers({"weights": Weights("m")}), ladder=())
+
+    def script(spawn: Spawn, world: World) -> Outcome:
+        world.foreign = 60 * GIB
+        return refused(world, 920)
+
+    world = World(policy, script).run(3000)
+    assert len(world.spawns) == 1, "it waits at the gate instead"
+    assert world.exit == 69
+
+
+def test_a_refusal_without_readable_memory_backs_off_within_the_budget() -> None:
+    def script(spawn: Spawn, world: World) -> Outcome:
+        return refused(world, 900)
+
+    world = World(POLICY, script)
+    world.memory_error = "NVML: not supported"
+    world.run(20_000)
+    assert "backing-off" in [state for _, state in world.states]
+    assert len(world.spawns) <= POLICY.budget + 1
+    assert world.exit == 69
+
+
+def test_a_raise_from_where_a_neighbour_pushed_it_does_not_lower_what_is_asked_for() -> None:
+    def script(spawn: Spawn, world: World) -> Outcome:
+        if spawn.launch == 1:
+            world.foreign = 20 * GIB
+            return Outcome(None, fails_s=30, code=1, diagnosis=too_long(8192, 4000, 4.0, 3.0))
+        world.foreign = 0
+        return Outcome()
+
+    world = World(POLICY, script)
+    world.foreign = 40 * GIB
+    world.run()
+    assert world.spawns[0].levers["gpu_memory_utilization"] == 708
+    assert world.state.target["gpu_memory_utilization"] == 900
+
+
+def test_a_machine_that_is_out_of_something_is_tried_again_and_a_missing_command_is_not() -> None:
+    for lasting, launches in ((True, 1), (False, POLICY.budget + 1)):
+        world = World(POLICY, lambda spawn, world, lasting=lasting: Outcome(unexecuted="no", lasting=lasting))  # type: ignore[misc]
+        world.run(20_000)
+        assert len(world.spawns) == launches
+        assert world.exit == 69
+        assert world.decisions[-1].kind is (Kind.BAD_CONFIG if lasting else Kind.OS_LIMIT)
+
+
+def test_a_last_known_good_outside_the_bounds_of_today_is_not_restored() -> None:
+    good = DECLARED.with_(gpu_memory_utilization=650)
+    world = World(POLICY, fine, last_known_good=good).run()
+    assert [spawn.levers for spawn in world.spawns] == [DECLARED]
+
+
+def test_a_stop_while_leftovers_are_ended_means_that_no_launch_follows() -> None:
+    world = World(POLICY, fine)
+    world.command("stop", 0.05)
+    world.run()
+    assert world.spawns == []
+    assert world.state.name.value == "stopped"
+
+
+def test_a_start_after_giving_up_asks_for_what_was_good_or_declared_not_for_the_end_of_the_ladder() -> None:
+    world = World(
+        replace(POLICY, on_give_up="stay"), lambda spawn, world: Outcome(fails_s=200, diagnosis=oom(Kind.OOM_RUNTIME))
+    )
+    world.run(100_000)
+    assert world.state.name.value == "given-up"
+    launches = len(world.spawns)
+    world.command("start")
+    world.run(until=lambda world: len(world.spawns) > launches)
+    first = world.spawns[launches].levers
+    assert first in (DECLARED, world.state.good)
 
 
 def test_a_health_that_comes_back_within_ten_seconds_is_no_failure() -> None:

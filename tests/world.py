@@ -11,6 +11,7 @@ from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Diagnosis, Kind
 from supervisord_vllm.core.facts import (
     CanaryDone,
+    Cleaned,
     Commanded,
     DaemonStarted,
     DeviceMemory,
@@ -23,6 +24,7 @@ from supervisord_vllm.core.facts import (
     LeftoversReaped,
     ProcessRef,
     Spawned,
+    SpawnFailed,
     Tick,
     TreeEnded,
     Verb,
@@ -47,6 +49,9 @@ class Outcome:
     diagnosis: Diagnosis | None = None
     code: int | None = 0
     canary: bool = True
+    canary_status: int | None = None
+    unexecuted: str | None = None
+    lasting: bool = True
 
 
 Script = Callable[[act.Spawn, "World"], Outcome]
@@ -76,6 +81,8 @@ class World:
         self.exit: int | None = None
         self.given_up: act.GiveUp | None = None
         self.proven: list[Levers] = []
+        self.forced: list[int] = []
+        self.cleaned: list[int] = []
         self.on_sample: Callable[[World], None] = lambda world: None
         self.send(
             0, DaemonStarted(at_ns=0, boot_id="b", next_launch=1, next_decision=1, last_known_good=last_known_good)
@@ -95,6 +102,8 @@ class World:
         return (self.now - self.began) / SECOND
 
     def devices(self) -> tuple[DeviceMemory, ...]:
+        if self.memory_error:
+            return ()
         holders = (ProcessRef(2712, "ada", "python", self.foreign),) if self.foreign else ()
         free = TOTAL - self.foreign - self.own
         return (DeviceMemory("GPU-0", TOTAL, free, round(0.6 * GIB), self.own, holders),)
@@ -111,7 +120,10 @@ class World:
                 break
             if wake is not None and (upcoming is None or wake < upcoming):
                 self.now = max(self.now, wake)
+                before = self.state
                 self.step(Tick(at_ns=self.now))
+                due = wake_at_ns(self.policy, self.state)
+                assert due is None or due > self.now or self.state != before, "a timer that is due must do something"
             else:
                 self.now, _, fact = heapq.heappop(self.queue)
                 self.step(fact)
@@ -141,7 +153,7 @@ class World:
             GateSampled(
                 at_ns=0,
                 launch=self.gate_open_for or 0,
-                devices=() if self.memory_error else self.devices(),
+                devices=self.devices(),
                 memory_error=self.memory_error,
                 port_owner=self.port_owner,
             ),
@@ -160,9 +172,18 @@ class World:
                 self.gate_open_for = None
             case act.Spawn(launch, _):
                 self.spawn(action)
-                assert launch == self.living
+                assert self.living == (None if self.outcome.unexecuted else launch)
             case act.Canary(launch):
-                self.send(0.2, CanaryDone(at_ns=0, launch=launch, ok=self.outcome.canary, detail="no byte in 30 s"))
+                self.send(
+                    0.2,
+                    CanaryDone(
+                        at_ns=0,
+                        launch=launch,
+                        ok=self.outcome.canary,
+                        detail="no byte in 30 s",
+                        status=self.outcome.canary_status,
+                    ),
+                )
             case act.Stop(launch, _):
                 self.send(0.9, Exited(at_ns=0, launch=launch, signal=15))
                 self.send(1.0, Diagnosed(at_ns=0, launch=launch, diagnosis=Diagnosis(Kind.NONE)))
@@ -172,6 +193,11 @@ class World:
                 after = self.devices()
                 self.send(0.05, Diagnosed(at_ns=0, launch=launch, diagnosis=verdict, devices=self.dying, after=after))
                 self.send(0.1, TreeEnded(at_ns=0, launch=launch))
+            case act.Force(launch):
+                self.forced.append(launch)
+            case act.Clean(launch):
+                self.send(0.01, Cleaned(at_ns=0, moved=("/tmp/lock",)))
+                self.cleaned.append(launch)
             case act.Proven(_, target):
                 self.proven.append(target)
             case act.GiveUp():
@@ -188,6 +214,10 @@ class World:
         self.spawns.append(action)
         self.outcome = outcome = self.script(action, self)
         launch = action.launch
+        if outcome.unexecuted is not None:
+            self.living = None
+            failed = SpawnFailed(at_ns=0, launch=launch, error=outcome.unexecuted, lasting=outcome.lasting)
+            return self.send(0.01, failed)
         self.send(0.01, Spawned(at_ns=0, launch=launch, pid=4000 + launch, start_ticks=1, argv=("vllm",), log="l"))
         if outcome.numbers:
             self.send(1.0, LedgerSeen(at_ns=0, launch=launch, numbers=outcome.numbers))

@@ -6,7 +6,7 @@ from typing import Literal, Protocol, get_args
 
 from supervisord_vllm.status import Snapshot
 
-Verb = Literal["start", "stop", "hold", "resume"]
+Verb = Literal["start", "stop", "hold", "resume", "restart", "drain", "reset", "step"]
 VERBS: tuple[str, ...] = get_args(Verb)
 
 
@@ -21,8 +21,10 @@ class Control(Protocol):
         """Describe this moment; cheap, never waits."""
         ...
 
-    async def command(self, verb: Verb, reason: str, by: str) -> str:
-        """Carry out an operator's verb; the answer is one line for them.
+    async def command(
+        self, verb: Verb, reason: str, by: str, lever: str = "", direction: Literal["up", "down"] = "down"
+    ) -> str:
+        """Carry out an operator's verb; the answer is one line for them. Lever and direction belong to ``step``.
 
         Raises:
             RefusedError: it is not done.

@@ -112,8 +112,17 @@ class ControlSocket:
         reason = body.get("reason") or ""
         if not isinstance(reason, str):
             return _refusal(400, "the reason is no text")
+        lever, direction = body.get("lever") or "", body.get("direction") or "down"
+        if not isinstance(lever, str) or direction not in {"up", "down"}:
+            return _refusal(400, "step wants a lever and up or down")
+        why = printable(reason)[:LONGEST_REASON]
         try:
-            answer = await self._control.command(cast("Verb", verb), printable(reason)[:LONGEST_REASON], by)
+            if verb == "step":
+                answer = await self._control.command(
+                    "step", why, by, printable(lever)[:64], "up" if direction == "up" else "down"
+                )
+            else:
+                answer = await self._control.command(cast("Verb", verb), why, by)
         except RefusedError as error:
             return _refusal(409, str(error))
         return web.json_response({"message": answer})

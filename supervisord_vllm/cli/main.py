@@ -35,10 +35,17 @@ VERBS: dict[str, Verb] = {
     "status": Verb(f"{_CLI}.status", "Say what the engine does, why, and what is next."),
     "history": Verb(f"{_CLI}.history", "List launches, failures and decisions."),
     "explain": Verb(f"{_CLI}.history", "Explain a decision: evidence and arithmetic."),
+    "rehearse": Verb(f"{_CLI}.rehearse", "Run a policy against a simulated GPU in virtual time."),
     "diagnose": Verb(f"{_CLI}.diagnose", "Say what a vLLM log means; needs no daemon."),
+    "signatures": Verb(f"{_CLI}.signatures", "Check the known messages against a vLLM's source."),
     "start": Verb(f"{_CLI}.control", "Start the engine."),
     "stop": Verb(f"{_CLI}.control", "Stop the engine; the daemon stays."),
+    "reap": Verb(f"{_CLI}.reap", "End what an earlier daemon left; needs no daemon."),
     "hold": Verb(f"{_CLI}.control", "Keep the configuration as it is."),
+    "restart": Verb(f"{_CLI}.control", "End the engine and start it again as it is."),
+    "drain": Verb(f"{_CLI}.control", "Let requests finish, then stop the engine."),
+    "reset": Verb(f"{_CLI}.control", "Forget failures and budget; begin afresh."),
+    "step": Verb(f"{_CLI}.control", "Move one lever by one rung."),
     "resume": Verb(f"{_CLI}.control", "End a hold."),
 }
 

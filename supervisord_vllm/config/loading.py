@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from supervisord_vllm.config.secretfiles import environment_file, located, reada
 from supervisord_vllm.config.settings import Engine, Memory, Settings, fingerprint
 from supervisord_vllm.config.sources import Merged, merge
 from supervisord_vllm.config.tomlfile import KeyPath
+from supervisord_vllm.config.units import Duration
 from supervisord_vllm.config.warnings import warnings
 from supervisord_vllm.core.levers import Levers, Rung
-from supervisord_vllm.core.policy import Backoff, Gate, Override, Policy
+from supervisord_vllm.core.policy import SECOND, Backoff, Gate, Override, Policy, Pressure
 from supervisord_vllm.redaction import secrets_in
 
 _LONGEST_SOCKET = 107
@@ -74,7 +76,9 @@ class _Resolution:
         if self._problems:
             raise refusal(self._problems, len(self._problems))
         source = file.memory.source
-        hashed = fingerprint(engine, declared, source, self._environ.get("CUDA_VISIBLE_DEVICES"))
+        devices = self._environ.get("CUDA_VISIBLE_DEVICES")
+        hashed = fingerprint(engine, declared, source, devices)
+        surroundings = fingerprint(engine, None, source, devices)
         return Settings(
             path=self._merged.path,
             name=name,
@@ -83,7 +87,7 @@ class _Resolution:
             state_dir=state,
             runtime_dir=runtime,
             engine=engine,
-            policy=_policy(file, name, declared, rungs, hashed),
+            policy=replace(_policy(file, name, declared, rungs, hashed), surroundings=surroundings),
             memory=memory,
             pressure=file.pressure,
             proof=file.proof,
@@ -217,7 +221,7 @@ class _Resolution:
 
 
 def _policy(file: PolicyFile, name: str, declared: Levers, rungs: tuple[Rung, ...], hashed: str) -> Policy:
-    restart, gate = file.restart, file.gate
+    restart, gate, pressure = file.restart, file.gate, file.pressure
     allow = [key for key in schema.fields(schema.AllowTable) if getattr(file.allow, key.replace("-", "_"))]
     return Policy(
         name=name,
@@ -235,11 +239,30 @@ def _policy(file: PolicyFile, name: str, declared: Levers, rungs: tuple[Rung, ..
         backoff=Backoff(restart.backoff.first.ns, restart.backoff.factor, restart.backoff.max.ns),
         gate=Gate(gate.window.ns, gate.patience.ns, gate.deadline.ns),
         start_max_ns=file.start.max.ns,
+        stop_deadline_ns=_stop_deadline_ns(file),
         soak_ns=file.proof.soak.ns,
+        step_up_ns=file.step_up.after.ns,
+        planned_per_day=restart.planned_per_day,
+        drain_ns=file.stop.drain.ns,
+        pressure=Pressure(_ns(pressure.ttft_p95), _ns(pressure.inter_token_p95), _ns(pressure.queue_p95)),
         min_concurrency=file.serving.min_concurrency,
         allow=frozenset(allow),
         fingerprint=hashed,
     )
+
+
+def _ns(span: Duration | None) -> int | None:
+    return None if span is None else span.ns
+
+
+def _stop_deadline_ns(file: PolicyFile) -> int:
+    """Longer than every stage of an end together, reading the last output and a minute included."""
+    stop = file.stop
+    drain = arguments.value(file.engine.args, "--shutdown-timeout")
+    grace = stop.grace.ns
+    if drain is not None and drain.isascii() and drain.isdigit() and len(drain) < 8:
+        grace = max(grace, (int(drain) + 10) * SECOND)
+    return max(180 * SECOND, grace + stop.interrupt.ns + stop.terminate.ns + stop.kill.ns + 60 * SECOND)
 
 
 def _origins(merged: Merged, file: PolicyFile) -> Iterator[tuple[str, str]]:

@@ -136,9 +136,10 @@ class GateTable(Table):
 
 
 class StartTable(Table):
-    """``[start]``: how long a start may take."""
+    """``[start]``: how long a start may take, and how long it may show no progress."""
 
     max: Span = Duration(3600 * 10**9)
+    patience: Span = Duration(600 * 10**9)
 
 
 class HangTable(Table):
@@ -200,9 +201,13 @@ class PollTable(Table):
 
 
 class StopTable(Table):
-    """``[stop]``: how long the engine may take to end by itself."""
+    """``[stop]``: how long each stage of an end may take."""
 
     grace: Span = Duration(30 * 10**9)
+    interrupt: Span = Duration(5 * 10**9)
+    terminate: Span = Duration(5 * 10**9)
+    kill: Span = Duration(30 * 10**9)
+    drain: SpanOrZero = Duration(300 * 10**9)
 
 
 class SystemdTable(Table):

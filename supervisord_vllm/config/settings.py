@@ -87,20 +87,21 @@ class Settings:
     secrets: tuple[str, ...] = field(default=(), repr=False)
 
 
-def fingerprint(engine: Engine, declared: Levers, source: str, devices: str | None) -> str:
+def fingerprint(engine: Engine, declared: Levers | None, source: str, devices: str | None) -> str:
     """What makes launches comparable, as a hash: an edited wish is another one; ladder bounds, secrets and names are
     not.
 
-    ``devices`` is the CUDA_VISIBLE_DEVICES that the engine inherits.
+    ``devices`` is the CUDA_VISIBLE_DEVICES that the engine inherits. Without ``declared`` it is the same for every
+    wish: what was observed of whole lever vectors belongs to it.
     """
-    weights = declared.get("weights")
+    weights = declared.get("weights") if declared is not None else None
     told = {
         "command": engine.command,
         "model": engine.model,
         "quantization": weights.quantization if isinstance(weights, Weights) else None,
         "args": _compared(engine.args),
         "env": sorted([name, value] for name, value in engine.env.items() if not secret_variable(name)),
-        "declared": declared.to_json(),
+        "declared": declared.to_json() if declared is not None else None,
         "memory": source,
         "devices": engine.env.get("CUDA_VISIBLE_DEVICES", devices),
     }

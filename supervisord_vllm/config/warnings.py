@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from supervisord_vllm.config import arguments
-from supervisord_vllm.config.schema import AllowTable, PolicyFile, ProofTable, RestartTable, StepUpTable
+from supervisord_vllm.config.schema import PolicyFile, ProofTable
 from supervisord_vllm.config.settings import Engine
 from supervisord_vllm.config.tomlfile import KeyPath
 from supervisord_vllm.config.units import Duration
@@ -87,14 +87,7 @@ def _later(file: PolicyFile) -> Iterator[tuple[KeyPath, str]]:
     for key in BUCKETS:
         if getattr(file.pressure, key.replace("-", "_")) is not None:
             yield ("pressure", key), _LATER
-    for name in AllowTable.model_fields:
-        if getattr(file.allow, name):
-            yield ("allow", name.replace("_", "-")), _LATER
+    if file.allow.planned_recycle:
+        yield ("allow", "planned-recycle"), _LATER
     if file.proof.concurrency != ProofTable.model_fields["concurrency"].default:
         yield ("proof", "concurrency"), _LATER
-    if file.step_up != StepUpTable():
-        yield ("step-up", "after"), _LATER
-    if file.restart.planned_per_day != RestartTable.model_fields["planned_per_day"].default:
-        yield ("restart", "planned-per-day"), _LATER
-    if file.hang.patience is not None:
-        yield ("hang", "patience"), _LATER

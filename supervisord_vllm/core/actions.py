@@ -44,6 +44,8 @@ class Spawn(Action):
 
     launch: int
     levers: Levers
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables beyond the policy's own, sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,11 @@ class Canary(Action):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """End a living engine, politely first → `Exited`, `Diagnosed`, `TreeEnded`. ``phase`` chooses the signals."""
+    """End a living engine, politely first → `Exited`, `Diagnosed`, `TreeEnded`. ``phase`` chooses the signals: an
+    engine that hangs has nothing to drain."""
 
     launch: int
-    phase: Literal["starting", "serving"]
+    phase: Literal["starting", "serving", "hung"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,22 @@ class EndTree(Action):
     """The main process is gone: end what it left behind → `Diagnosed`, `TreeEnded`."""
 
     launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Force(Action):
+    """An operator asked for the stop a second time: KILL what a `Stop` in progress still waits for."""
+
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clean(Action):
+    """Move aside what dead owners left in the way of a start: locks in caches, shared-memory segments → `Cleaned`.
+    ``target`` is ``drop_page_cache`` where the machine's page cache is in the way on unified memory."""
+
+    launch: int
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)

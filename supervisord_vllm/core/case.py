@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from supervisord_vllm.core.diagnosis import Diagnosis
+from supervisord_vllm.core.diagnosis import Diagnosis, Kind
 from supervisord_vllm.core.facts import ProcessRef
 from supervisord_vllm.core.ledger import Ledger, Room
-from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers, LeverValue
+from supervisord_vllm.core.levers import LEVERS, UTILIZATION, WEIGHTS, Levers, LeverValue
+from supervisord_vllm.core.observations import Known
 
-
-@dataclass(frozen=True, slots=True)
-class Bracket:
-    """Utilizations (per mille) that failed within this incident while all other levers stayed as they are."""
-
-    low: int = 0
-    high: int = 1001
+COLD_PEAK = 128 << 20
+"""A first compile charges about 63 MiB to the activation (H200); twice that covers what printing hides."""
+RACES = 2
+"""How often a failure of a proven vector is put down to a race."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,9 @@ class Case:
 
     ``levers`` is what the launch ran with, ``target`` what was asked for before a neighbour lowered it. ``room`` is the
     tightest device once the engine was gone, ``grown`` what processes that are not ours took since the gate (bytes),
-    ``repeated`` counts this signature since the last proof, this one included. ``barred`` levers were refused by vLLM.
+    ``repeated`` counts this signature since the last proof, this one included. ``known`` is
+    what was observed of other vectors. ``barred`` levers were refused by vLLM, ``during_start`` says that it never
+    became healthy.
     """
 
     diagnosis: Diagnosis
@@ -37,13 +37,40 @@ class Case:
     holder: ProcessRef | None = None
     host_memory: bool = False
     repeated: int = 1
-    bracket: Bracket = Bracket()
+    known: Known = field(default_factory=Known)
     barred: frozenset[str] = frozenset()
+    during_start: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def numbers(self) -> Ledger:
         """The launch's ledger with the failure's own numbers over it."""
         return self.ledger.merged(self.diagnosis.numbers)
+
+    @property
+    def served_before(self) -> bool:
+        """Whether these weights were proven once: then they lie in a cache."""
+        weights = self.levers.get(WEIGHTS)
+        return any(seen.outcome == "proven" and seen.levers.get(WEIGHTS) == weights for seen in self.known.entries)
+
+    @property
+    def warms(self) -> bool:
+        """Whether the KV cache lacks no more than a first compile takes for itself: the next start is warm."""
+        if self.diagnosis.kind not in (Kind.KV_NO_BLOCKS, Kind.KV_LEN_TOO_LONG) or self.repeated > 1:
+            return False
+        needed, there = self.numbers.size("needed_kv_gib") or 0, self.numbers.size("available_kv_gib")
+        cold = bool(self.numbers.numbers.get("compile_cold_s"))
+        return cold and there is not None and needed - there <= COLD_PEAK
+
+    @property
+    def races(self) -> bool:
+        """Whether a KV cache that found no room is the doing of something that moved during the profile run: the
+        same vector is proven, so it is tried again, at most twice."""
+        return (
+            self.diagnosis.kind is Kind.KV_NO_BLOCKS
+            and self.repeated <= RACES
+            and (bool(self.grown) or self.known.proven(self.levers))
+        )
 
     @property
     def total(self) -> int | None:

@@ -22,7 +22,8 @@ from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Change, Diagnosis, Evidence
 from supervisord_vllm.core.facts import FACTS, DeviceMemory, Fact, ProcessRef
 from supervisord_vllm.core.levers import LEVERS, Levers, Rung, Weights, value_from_json, value_to_json
-from supervisord_vllm.core.policy import Backoff, Gate, Override, Policy
+from supervisord_vllm.core.observations import Observation
+from supervisord_vllm.core.policy import Backoff, Gate, Override, Policy, Pressure
 
 T = TypeVar("T")
 Json: TypeAlias = Any
@@ -48,6 +49,8 @@ CLASSES: Mapping[str, type[Any]] = {
         Override,
         Backoff,
         Gate,
+        Pressure,
+        Observation,
     )
 }
 

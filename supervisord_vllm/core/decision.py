@@ -42,3 +42,7 @@ class Decision:
     arithmetic: str = ""
     skipped: tuple[str, ...] = ()
     acted: bool = True
+    then: str = ""
+    """The state that it leads to, as a public name."""
+    then_ns: int = 0
+    """The delay before that."""

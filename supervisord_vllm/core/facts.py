@@ -13,9 +13,12 @@ from typing import Literal
 
 from supervisord_vllm.core.diagnosis import Diagnosis, Number
 from supervisord_vllm.core.levers import Levers
+from supervisord_vllm.core.observations import Observation
 
 Phase = Literal["importing", "weights", "compiling", "profiling", "capturing", "serving"]
-Verb = Literal["start", "stop", "hold", "resume", "shutdown"]
+Verb = Literal["start", "stop", "hold", "resume", "shutdown", "restart", "drain", "reset", "step"]
+Verdict = Literal["kv", "slot", "compute"]
+"""Which resource binds an engine that is too slow: KV cache, sequence slots, or the card itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,12 @@ class ProcessRef:
     command: str = ""
     memory_bytes: int | None = None
     ours: bool = False
+    state: str = ""
+    """For a process that cannot be ended: its state and where in the kernel it waits, as ``D in nvidia_ioctl``."""
 
     def __str__(self) -> str:
-        return f"pid {self.pid} ({self.command or 'unknown'})"
+        state = f", state {self.state}" if self.state else ""
+        return f"pid {self.pid} ({self.command or 'unknown'}{state})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,9 @@ class DaemonStarted(Fact):
     last_known_good: Levers | None = None
     exhausted: str | None = None
     held: bool = False
+    observations: tuple[Observation, ...] = ()
+    wall_s: int = 0
+    """Wall time at ``at_ns``, in whole seconds: observations age in it, since it outlives a boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +115,10 @@ class Spawned(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpawnFailed(Fact):
-    """The engine could not be executed at all (no such command, not executable, ...)."""
+    """The engine could not be executed at all; ``lasting``: nor would it be the next time (no such command, ...)."""
 
     error: str
+    lasting: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +156,7 @@ class CanaryDone(Fact):
     ok: bool
     detail: str = ""
     seconds: float = 0.0
+    status: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +185,97 @@ class TreeEnded(Fact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled(Fact):
+    """The verdict of `core.progress` on a living engine: it hangs, or its start is wedged. ``text`` is what was seen,
+    as it goes on after "Launch 3 hangs: " or "Launch 3 does not come up: "."""
+
+    what: Literal["hung", "wedged"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSeen(Fact):
+    """A line of the kernel log about a GPU or about memory. ``number`` is the Xid or SXid, ``bus_id`` its GPU in the
+    form ``0000:3b:00``, ``pid`` the process that the OOM killer ended. ``ours``: that GPU or process is this launch's;
+    ``None`` where it cannot be told."""
+
+    kind: Literal["xid", "sxid", "oom_killer"]
+    text: str
+    bus_id: str = ""
+    number: int | None = None
+    pid: int | None = None
+    ours: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomKilled(Fact):
+    """The kernel ended so many processes of our cgroup for memory since this launch began (memory.events, or
+    memory.oom_control of cgroup v1)."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesSeen(Fact):
+    """Device memory can no longer be read (``error`` says why), or again (``None``). Only changes are facts.
+    ``vanished``: the driver says that a GPU of ours is lost or gone."""
+
+    error: str | None
+    vanished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleaned(Fact):
+    """What dead owners had left in the way was moved aside: locks of caches and shared-memory segments."""
+
+    moved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSeen(Fact):
+    """The engine became idle (nothing runs or waits in two scrapes in a row) or busy. Only changes are facts."""
+
+    running: int = 0
+    waiting: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in the engine."""
+        return self.running + self.waiting == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomSeen(Fact):
+    """Device memory beside a serving engine that a neighbour had lowered, once it changes what would fit
+    (`core.climbing.room_matters`)."""
+
+    devices: tuple[DeviceMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressed(Fact):
+    """The verdict of `core.pressure` on an engine that serves too slowly for long enough to pay for a restart.
+
+    ``lost_s`` is what slowness has cost (outage-equivalent seconds), ``cost_s`` what a restart costs, ``loss`` the
+    share that is lost now. ``sequences`` is how many of the requests seen the KV cache holds at once, if known."""
+
+    verdict: Verdict
+    loss: float
+    lost_s: float
+    cost_s: float
+    sequences: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliefJudged(Fact):
+    """What a change against pressure has brought: kept, or no better than before."""
+
+    keep: bool
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Fact):
     """A timer that the state asked for (`State.wake_at_ns`) is due."""
 
@@ -185,6 +287,9 @@ class Commanded(Fact):
     verb: Verb
     reason: str = ""
     by: str = ""
+    lever: str = ""
+    direction: Literal["up", "down"] = "down"
+    """``lever`` and ``direction`` belong to ``step``."""
 
 
 FACTS: tuple[type[Fact], ...] = (
@@ -201,6 +306,15 @@ FACTS: tuple[type[Fact], ...] = (
     Exited,
     Diagnosed,
     TreeEnded,
+    Stalled,
+    KernelSeen,
+    OomKilled,
+    DevicesSeen,
+    Cleaned,
+    LoadSeen,
+    RoomSeen,
+    Pressed,
+    ReliefJudged,
     Tick,
     Commanded,
 )

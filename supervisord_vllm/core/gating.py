@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from supervisord_vllm.core import telling
 from supervisord_vllm.core.actions import Reap, Spawn
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import DaemonStarted, DeviceMemory, GateSampled, LeftoversReaped, Tick
-from supervisord_vllm.core.judgement import fit_beside, record
-from supervisord_vllm.core.ledger import room
+from supervisord_vllm.core.judgement import beyond, fit_beside, patience_ns, record
+from supervisord_vllm.core.ledger import Room, room
 from supervisord_vllm.core.levers import UTILIZATION, Levers, show
-from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.policy import SECOND, Policy
 from supervisord_vllm.core.remedies import apply
 from supervisord_vllm.core.rules import fit_arithmetic
 from supervisord_vllm.core.state import Launch, State, StateName
 from supervisord_vllm.core.steps import Step, enter, to_gate, to_given_up
+
+UNREAD_NS = 45 * SECOND
+"""Memory that cannot be read is waited for at most this long: NVML was seen to block for 45 s."""
 
 
 def started(policy: Policy, state: State, fact: DaemonStarted) -> Step:
@@ -29,6 +31,9 @@ def started(policy: Policy, state: State, fact: DaemonStarted) -> Step:
         next_decision=fact.next_decision,
         target=policy.declared,
         held=fact.held,
+        observations=fact.observations,
+        wall_offset_s=fact.wall_s - fact.at_ns // SECOND,
+        good=fact.last_known_good,
     )
     if fact.exhausted is not None:
         return to_given_up(policy, state, fact.at_ns, fact.exhausted)
@@ -36,11 +41,11 @@ def started(policy: Policy, state: State, fact: DaemonStarted) -> Step:
     if good is None or good == policy.declared:
         return state, (Reap(),)
     moves = tuple(
-        Move(name, policy.declared.get(name), value, _way(policy.declared.get(name), value), "restored")
+        Move(name, policy.declared.get(name), value, telling.way(policy.declared.get(name), value), "restored")
         for name, value in good.items()
         if policy.declared.get(name) != value and (policy.rung(name) or name not in policy.declared)
     )
-    if not moves or not policy.act:
+    if not moves or not policy.act or not all(_permitted(policy, move) for move in moves):
         return state, (Reap(),)
     decision = Decision(
         number=state.next_decision,
@@ -59,9 +64,12 @@ def started(policy: Policy, state: State, fact: DaemonStarted) -> Step:
     return state, (recorded, Reap())
 
 
-def _way(before: object, after: object) -> Literal["up", "down", "switch"]:
-    numbers = isinstance(before, int) and isinstance(after, int) and not isinstance(after, bool)
-    return "switch" if not numbers else "up" if after > before else "down"  # type: ignore[operator]  # both are ints
+def _permitted(policy: Policy, move: Move) -> bool:
+    """Whether the ladder still lets a lever be where it last was good; its bounds may have been edited since."""
+    rung = policy.rung(move.lever)
+    if rung is None or not isinstance(move.after, int) or isinstance(move.after, bool):
+        return True
+    return (rung.min is None or move.after >= rung.min) and (rung.max is None or move.after <= rung.max)
 
 
 def reaped(policy: Policy, state: State, fact: LeftoversReaped) -> Step:
@@ -83,17 +91,30 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
         return replace(state, dropped=state.dropped + 1), ()
     if fact.port_owner is not None or fact.lock_owner is not None:
         if fact.port_owner is not None:
-            waits = f"the engine's port is held by {fact.port_owner}"
+            waits = f"the engine's port is held by {telling.owner(fact.port_owner)}"
         else:
-            waits = f"the device's lock is held by {fact.lock_owner}"
+            assert fact.lock_owner is not None
+            waits = f"the device's lock is held by {telling.owner(fact.lock_owner)}"
         taken = fact.port_owner is not None
         gate = replace(gate, samples=(), short_since_ns=None, waits_for=waits, port_taken=taken)
         return replace(state, gate=gate), ()
+    if fact.memory_error is not None and gate.short_since_ns is not None:
+        # It was short when it could last be read: not being able to look is no reason to start.
+        waits = f"memory was short when it could last be read ({telling.quoted(fact.memory_error, 120)})"
+        return replace(state, gate=replace(gate, waits_for=waits)), ()
+    if fact.memory_error is not None:
+        # vLLM looks for itself, so a launch without our look is better than none; but a driver that hangs or resets
+        # may come back, and until then the engine would only hang as well.
+        since = gate.unread_since_ns if gate.unread_since_ns is not None else now
+        waits = f"memory cannot be read ({telling.quoted(fact.memory_error, 120)})"
+        gate = replace(gate, unread_since_ns=since, waits_for=waits)
+        if now - since < min(UNREAD_NS, policy.gate.patience_ns):
+            return replace(state, gate=gate), ()
     samples = (*(s for s in gate.samples if s[0] >= now - policy.gate.window_ns), (now, fact.devices))
     covered = now - min(samples[0][0], gate.samples[0][0] if gate.samples else now) >= policy.gate.window_ns
     gate = replace(gate, samples=samples, waits_for="memory is watched until it holds still", port_taken=False)
     tight = room((devices for _, devices in samples), state.contexts)
-    wanted = state.target.number(UTILIZATION)
+    wanted = _wanted(state)
     if tight is None or wanted is None or tight.short_of(wanted) <= 0:
         gate = replace(gate, short_since_ns=None)
         if not covered and fact.memory_error is None:
@@ -103,10 +124,8 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
     short = telling.gate_short(tight, wanted, holder)
     since = gate.short_since_ns if gate.short_since_ns is not None else now
     gate = replace(gate, short_since_ns=since, waits_for=short)
-    lowered = fit_beside(policy, state, tight, wanted)
-    # A shortfall of at most 1 % of the card is not worth waiting for.
-    patience = 0 if tight.short_of(wanted) * 100 <= tight.total else policy.gate.patience_ns
-    if lowered is None or not covered or now - since < patience:
+    lowered = fit_beside(policy, state, tight, wanted, now)
+    if lowered is None or not covered or now - since < _patience_ns(policy, state, tight, wanted):
         return replace(state, gate=gate), ()
     move = Move(UTILIZATION, wanted, lowered, "down", "computed")
     decision = Decision(
@@ -116,7 +135,7 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
         kind=Kind.GPU_BUSY_FOREIGN,
         action=Action.NEXT_CONFIG,
         moves=(move,),
-        arithmetic=fit_arithmetic(tight),
+        arithmetic=fit_arithmetic(tight.less(beyond(state))),
         acted=policy.act,
         sentence=(
             f"Before launch {state.next_launch}: {short}. So it starts with {telling.moved((move,))}, which fits beside"
@@ -130,6 +149,25 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
     return state, (recorded, *actions)
 
 
+def _wanted(state: State) -> int | None:
+    """What the launch asks for: the target's utilization; undeclared, what vLLM printed when it refused the last one."""
+    asked = state.target.number(UTILIZATION)
+    if asked is not None or state.incident.cause is None:
+        return asked
+    printed = state.incident.cause.value(UTILIZATION)
+    return printed if isinstance(printed, int) else None
+
+
+def _patience_ns(policy: Policy, state: State, tight: Room, wanted: int) -> int:
+    """A neighbour that was waited for in this incident already, in vain, is not waited for again."""
+    last = state.launch
+    if last is not None and state.incident.launches > 0 and last.proven is False:
+        before, asked = last.levers.number(UTILIZATION), last.target.number(UTILIZATION)
+        if before is not None and asked is not None and before < asked:
+            return 0
+    return patience_ns(policy, tight, wanted)
+
+
 def _spawn(state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemory, ...]) -> Step:
     """Gating → starting."""
     number = state.next_launch
@@ -137,12 +175,13 @@ def _spawn(state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemor
         state,
         StateName.STARTING,
         now_ns,
-        launch=Launch(number, levers, state.target, now_ns, devices),
+        launch=Launch(number, levers, state.target, now_ns, devices, environment=state.environment, probe=state.probe),
+        probe=None,
         gate=None,
         next_launch=number + 1,
         incident=replace(state.incident, launches=state.incident.launches + 1),
     )
-    return after, (Spawn(number, levers),)
+    return after, (Spawn(number, levers, state.environment),)
 
 
 def gate_deadline(policy: Policy, state: State, fact: Tick) -> Step:
@@ -153,7 +192,7 @@ def gate_deadline(policy: Policy, state: State, fact: Tick) -> Step:
     waits = state.gate.waits_for or "nothing could be sampled"
     sentence = (
         f"Launch {state.next_launch} was not started: for {telling.span(policy.gate.deadline_ns)} {waits}. Nothing of"
-        " that is ours, so it is not touched. Free it, then start the daemon again;"
+        f" that is ours, so it is not touched. Free it, then {telling.begin_again(policy)};"
         " `vllm-supervise preflight` shows who holds what."
     )
     decision = Decision(

@@ -64,6 +64,10 @@ class Room:
         """The device in a sentence: the first block of a UUID names a card well enough."""
         return self.device[:12] if self.device.startswith(("GPU-", "MIG-")) else self.device
 
+    def less(self, amount: int) -> Room:
+        """The same device with so much less free: for what a launch takes beyond its request."""
+        return Room(self.device, self.total, self.free - amount)
+
     @property
     def fits(self) -> int:
         """The largest utilization that fits, per mille."""
@@ -72,6 +76,19 @@ class Room:
     def short_of(self, utilization: int) -> int:
         """Bytes missing for this utilization and the margin; 0 or less when it fits."""
         return requested(utilization, self.total) + MARGIN - self.free
+
+
+GRAPHS_MOST = 2 * GIB
+"""vLLM prints the size of its graphs as a difference of the whole card's free memory, so a neighbour that allocates
+meanwhile is counted; more than this is never believed."""
+
+
+def uncounted_graphs(numbers: Mapping[str, Number]) -> int:
+    """Bytes of CUDA graphs that come on top of what was requested; 0 where they are counted or were not printed."""
+    value = numbers.get("graphs_gib")
+    if numbers.get("graphs_counted") or not isinstance(value, (int, float)) or value <= 0:
+        return 0
+    return min(to_bytes(value), GRAPHS_MOST)
 
 
 def room(samples: Iterable[tuple[DeviceMemory, ...]], context: Mapping[str, int]) -> Room | None:
@@ -87,6 +104,10 @@ def room(samples: Iterable[tuple[DeviceMemory, ...]], context: Mapping[str, int]
             if seen is None or free < seen.free:
                 least[device.device] = Room(device.device, device.total_bytes, free)
     return min(least.values(), key=lambda r: (r.fits, r.device), default=None)
+
+
+_LEAST = frozenset({"available_kv_gib", "kv_tokens", "free_gib", "total_gib"})
+_MOST = frozenset({"weights_gib", "activation_gib", "non_torch_gib", "requested_gib"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +131,17 @@ class Ledger:
         """KV cache bytes of one token, from the KV cache's size in bytes and in tokens."""
         pool, tokens = self.size("available_kv_gib"), self.count("kv_tokens")
         return pool / tokens if pool is not None and pool > 0 and tokens else None
+
+    def tightened(self, numbers: Mapping[str, Number]) -> Ledger:
+        """A ledger that knows these numbers too; of several ranks the tightest counts: the least KV cache, and the most
+        of what it competes with."""
+        kept = {**self.numbers, **numbers}
+        for names, pick in ((_LEAST, min), (_MOST, max)):
+            for name in names & numbers.keys() & self.numbers.keys():
+                mine, new = self.numbers[name], numbers[name]
+                if isinstance(mine, (int, float)) and isinstance(new, (int, float)):
+                    kept[name] = pick(mine, new)
+        return Ledger(kept)
 
     def merged(self, numbers: Mapping[str, Number]) -> Ledger:
         """A ledger that knows these numbers too."""

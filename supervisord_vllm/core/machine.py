@@ -10,34 +10,49 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from supervisord_vllm.core.climbing import load_seen, room_seen
 from supervisord_vllm.core.commands import (
     backoff_over,
     command_adopting,
+    command_draining,
     command_idle,
     command_running,
     command_stopping,
+    drained,
+    drained_by_death,
 )
 from supervisord_vllm.core.facts import (
     FACTS,
     CanaryDone,
+    Cleaned,
     Commanded,
     DaemonStarted,
+    DevicesSeen,
     Diagnosed,
     Exited,
     Fact,
     FatalSeen,
     GateSampled,
     HealthSeen,
+    KernelSeen,
     LedgerSeen,
     LeftoversReaped,
+    LoadSeen,
+    OomKilled,
     PhaseSeen,
+    Pressed,
+    ReliefJudged,
+    RoomSeen,
     Spawned,
     SpawnFailed,
+    Stalled,
     Tick,
     TreeEnded,
 )
 from supervisord_vllm.core.gating import gate_deadline, gate_sampled, reaped, started
+from supervisord_vllm.core.outside import cleaned, devices_seen, kernel_seen, oom_killed, stalled
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.relief import pressed, relief_judged
 from supervisord_vllm.core.running import (
     canary_done,
     exited,
@@ -96,8 +111,13 @@ def _on(handler: Handler, *to: StateName) -> Cell:
     return Cell(handler, frozenset(to))
 
 
+_EVERYWHERE: Mapping[type[Fact], Cell] = {DevicesSeen: Cell(devices_seen), Cleaned: Cell(cleaned)}
+_OUTSIDE: Mapping[type[Fact], Cell] = {KernelSeen: Cell(kernel_seen), OomKilled: Cell(oom_killed)}
+"""Witnesses of a living or dying engine."""
+
+
 def _row(cells: Mapping[type[Fact], Cell], ignores: Iterable[type[Fact]]) -> Mapping[type[Fact], Entry]:
-    row: dict[type[Fact], Entry] = {**cells, **dict.fromkeys(ignores, IGNORE)}
+    row: dict[type[Fact], Entry] = {**_EVERYWHERE, **cells, **dict.fromkeys(ignores, IGNORE)}
     missing = [fact.__name__ for fact in FACTS if fact not in row]
     if missing:
         raise AssertionError(f"the table says nothing about {', '.join(missing)}")
@@ -117,7 +137,15 @@ _OF_A_LAUNCH = (
     Exited,
     Diagnosed,
     TreeEnded,
+    Stalled,
+    KernelSeen,
+    OomKilled,
+    LoadSeen,
+    RoomSeen,
+    Pressed,
+    ReliefJudged,
 )
+_OF_SERVICE = (RoomSeen, Pressed, ReliefJudged)
 _OF_THE_DAEMON = (DaemonStarted, LeftoversReaped)
 
 TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
@@ -143,8 +171,10 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
     ),
     _S.STARTING: _row(
         {
+            **_OUTSIDE,
+            Stalled: _on(stalled, _S.STOPPING),
             Spawned: _on(spawned),
-            SpawnFailed: _on(spawn_failed, _S.GIVEN_UP),
+            SpawnFailed: _on(spawn_failed, _S.GIVEN_UP, _S.BACKING_OFF),
             PhaseSeen: _on(phase_seen),
             LedgerSeen: _on(ledger_seen),
             FatalSeen: _on(fatal_seen),
@@ -153,35 +183,70 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             Tick: _on(running_tick, _S.STOPPING),
             Commanded: _on(command_running, _S.STOPPING),
         },
-        ignores=(*_OF_THE_DAEMON, GateSampled, CanaryDone, Diagnosed, TreeEnded),
+        ignores=(*_OF_THE_DAEMON, *_OF_SERVICE, GateSampled, CanaryDone, Diagnosed, TreeEnded, LoadSeen),
     ),
     _S.PROVING: _row(
         {
+            **_OUTSIDE,
+            Stalled: _on(stalled, _S.STOPPING),
             LedgerSeen: _on(ledger_seen),
             FatalSeen: _on(fatal_seen),
+            LoadSeen: _on(load_seen),
             HealthSeen: _on(health_seen),
             CanaryDone: _on(canary_done, _S.STOPPING),
             Exited: _on(exited, _S.STOPPING),
             Tick: _on(running_tick, _S.SERVING, _S.STOPPING),
             Commanded: _on(command_running, _S.STOPPING),
         },
-        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, Diagnosed, TreeEnded),
+        ignores=(*_OF_THE_DAEMON, *_OF_SERVICE, GateSampled, Spawned, SpawnFailed, PhaseSeen, Diagnosed, TreeEnded),
     ),
     _S.SERVING: _row(
         {
+            **_OUTSIDE,
+            Stalled: _on(stalled, _S.STOPPING),
             LedgerSeen: _on(ledger_seen),
             FatalSeen: _on(fatal_seen),
             HealthSeen: _on(health_seen),
+            CanaryDone: _on(canary_done, _S.STOPPING),
+            LoadSeen: _on(load_seen),
+            RoomSeen: _on(room_seen),
+            Pressed: _on(pressed, _S.DRAINING, _S.STOPPING),
+            ReliefJudged: _on(relief_judged, _S.DRAINING, _S.STOPPING),
             Exited: _on(exited, _S.STOPPING),
-            Tick: _on(running_tick, _S.STOPPING),
-            Commanded: _on(command_running, _S.STOPPING),
+            Tick: _on(running_tick, _S.DRAINING, _S.STOPPING),
+            Commanded: _on(command_running, _S.DRAINING, _S.STOPPING),
         },
-        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, CanaryDone, Diagnosed, TreeEnded),
+        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, Diagnosed, TreeEnded),
+    ),
+    _S.DRAINING: _row(
+        {
+            **_OUTSIDE,
+            Stalled: _on(stalled, _S.STOPPING),
+            LedgerSeen: _on(ledger_seen),
+            FatalSeen: _on(fatal_seen),
+            HealthSeen: _on(health_seen),
+            LoadSeen: _on(load_seen, _S.STOPPING),
+            Exited: _on(drained_by_death, _S.STOPPING),
+            Tick: _on(drained, _S.STOPPING),
+            Commanded: _on(command_draining, _S.SERVING, _S.STOPPING),
+        },
+        ignores=(
+            *_OF_THE_DAEMON,
+            *_OF_SERVICE,
+            GateSampled,
+            Spawned,
+            SpawnFailed,
+            PhaseSeen,
+            CanaryDone,
+            Diagnosed,
+            TreeEnded,
+        ),
     ),
     _S.STOPPING: _row(
         {
+            **_OUTSIDE,
             Spawned: _on(spawned),
-            SpawnFailed: _on(spawn_failed, _S.GIVEN_UP, _S.STOPPED),
+            SpawnFailed: _on(spawn_failed, *_WHEREVER),
             LedgerSeen: _on(ledger_seen),
             Exited: _on(stopping_exited),
             Diagnosed: _on(diagnosed, *_WHEREVER),
@@ -189,12 +254,22 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             Tick: _on(stop_deadline, _S.GIVEN_UP),
             Commanded: _on(command_stopping, *_WHEREVER),
         },
-        ignores=(*_OF_THE_DAEMON, GateSampled, PhaseSeen, FatalSeen, HealthSeen, CanaryDone),
+        ignores=(
+            *_OF_THE_DAEMON,
+            *_OF_SERVICE,
+            GateSampled,
+            PhaseSeen,
+            FatalSeen,
+            HealthSeen,
+            CanaryDone,
+            Stalled,
+            LoadSeen,
+        ),
     ),
     _S.BACKING_OFF: _row(
         {
             Tick: _on(backoff_over, _S.GATING),
-            Commanded: _on(command_idle, _S.STOPPED),
+            Commanded: _on(command_idle, _S.STOPPED, _S.GATING),
         },
         ignores=(*_OF_THE_DAEMON, *_OF_A_LAUNCH, GateSampled),
     ),

@@ -44,6 +44,17 @@ class Gate:
     deadline_ns: int = 600 * SECOND
 
 
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """``[pressure]``: 95 % of the answers shall be faster than this; ``None``: no target. ``cost_ns`` is what a restart
+    costs before any launch of ours has taught it."""
+
+    ttft_ns: int | None = None
+    inter_token_ns: int | None = None
+    queue_ns: int | None = None
+    cost_ns: int = 60 * SECOND
+
+
 @dataclass(frozen=True)
 class Policy:
     """What the operator asked for and what may move. Times are nanoseconds."""
@@ -60,11 +71,21 @@ class Policy:
     backoff: Backoff = Backoff()
     gate: Gate = Gate()
     start_max_ns: int = 3600 * SECOND
+    stop_deadline_ns: int = 180 * SECOND
+    """Longer than the longest stop that the policy permits: whatever still lives then cannot be ended."""
     soak_ns: int = 30 * SECOND
+    step_up_ns: int = 1800 * SECOND
+    """Serving time before the way back to what is declared is tried."""
+    planned_per_day: int = 4
+    drain_ns: int = 300 * SECOND
+    """How long a planned change waits for running requests."""
+    pressure: Pressure = Pressure()
     min_concurrency: float = 1.0
     allow: frozenset[str] = frozenset()
     fingerprint: str = ""
     """Hash of everything that makes two launches comparable: command, arguments, environment, declared levers."""
+    surroundings: str = ""
+    """The same without the declared levers: what observations of lever vectors belong to."""
 
     def rung(self, lever: str) -> Rung | None:
         """The permission to move a lever, or ``None``."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from supervisord_vllm.core.case import Case
 from supervisord_vllm.core.decision import Move
 from supervisord_vllm.core.ledger import BLOCK, MARGIN, PRINTED, Room, gib, per_mille_up, requested
-from supervisord_vllm.core.levers import EAGER, MODEL_LEN, NUM_SEQS, UTILIZATION, LeverValue, Rung, show
+from supervisord_vllm.core.levers import EAGER, MODEL_LEN, NUM_SEQS, UTILIZATION, WEIGHTS, LeverValue, Rung, show
+from supervisord_vllm.core.observations import Observation
 from supervisord_vllm.core.policy import Policy
 
 Found = tuple[tuple[Move, ...], str]
@@ -30,8 +31,6 @@ def _lower_utilization(case: Case, rung: Rung, amount: int, why: str, *, how_ste
         if not how_step:
             return f"{show(UTILIZATION, after)} would be needed, below its floor {show(UTILIZATION, floor)}"
         after = floor
-    if after <= case.bracket.low:
-        return f"{show(UTILIZATION, after)} was already too small for the KV cache"
     how = "stepped" if how_step else "computed"
     return (Move(UTILIZATION, now, after, "down", how),), why  # type: ignore[arg-type]  # how is one of the two
 
@@ -45,13 +44,16 @@ def _raise_utilization(policy: Policy, case: Case, rung: Rung, amount: int, why:
     after = now + amount
     if after > ceiling:
         return f"{show(UTILIZATION, after)} would be needed, above its max {show(UTILIZATION, ceiling)}"
-    if after >= case.bracket.high:
-        return (
-            f"{show(UTILIZATION, after)} is not below {show(UTILIZATION, case.bracket.high)}, which ran out of memory"
-        )
     if case.room and after > case.room.fits:
         return f"{show(UTILIZATION, after)} would be needed, but only {gib(case.room.free)} are free"
     return (Move(UTILIZATION, now, after, "up", "stepped" if step else "computed"),), why
+
+
+def _ceiling(policy: Policy, case: Case, rung: Rung) -> int:
+    """The highest utilization that is permitted and for which memory is free, per mille."""
+    declared = policy.declared.number(UTILIZATION)
+    most = rung.max if rung.max is not None else declared if declared is not None else 1000
+    return min(most, case.room.fits) if case.room else most
 
 
 def _fit(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
@@ -96,7 +98,14 @@ def _deficit(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
         request, name = (rung.step or DEFAULT_STEP) * total // 1000, "one step, as the size of a request is not known"
     amount = per_mille_up(-there + request + PRINTED, total)
     why = f"({gib(-there)} deficit + {gib(request)} for {name}) / {gib(total)} = +{amount / 1000:.3f}"
-    return _raise_utilization(policy, case, rung, amount, why, step=False)
+    found = _raise_utilization(policy, case, rung, amount, why, step=False)
+    now, most = case.value(UTILIZATION), _ceiling(policy, case, rung)
+    if not isinstance(found, str) or not isinstance(now, int) or policy.rung(MODEL_LEN) is None:
+        return found
+    if most - now < per_mille_up(-there + MARGIN, total):
+        return found
+    why = f"as far as may be, above the deficit of {gib(-there)}: a shorter length can then use it"
+    return _raise_utilization(policy, case, rung, most - now, why, step=False)
 
 
 def _tried(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
@@ -155,12 +164,33 @@ def _estimate(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str
             return "no length that fits was printed"
         limit, name = now * there // needed, f"{now:,} × {gib(there)} / {gib(needed)}"
     after = int(limit / policy.min_concurrency) // BLOCK * BLOCK
+    if rung.min is not None and after < rung.min and (wider := _wider(policy, case, rung.min, now)) is not None:
+        return wider
     if after >= now or after <= 0:
         return f"{name} {limit:,} is no way down from {now:,}"
     if rung.min is not None and after < rung.min:
         return f"{after:,} would fit, below its floor {rung.min:,}"
     share = f" / {policy.min_concurrency:g} at once" if policy.min_concurrency != 1 else ""
     return (Move(MODEL_LEN, now, after, "down", "computed"),), f"{name} {limit:,}{share}, whole blocks: {after:,}"
+
+
+def _wider(policy: Policy, case: Case, least: int, now: int) -> Found | None:
+    """A length above its floor together with the highest utilization, where neither alone is enough."""
+    permit, needed, there = (
+        policy.rung(UTILIZATION),
+        case.numbers.size("needed_kv_gib"),
+        case.numbers.size("available_kv_gib"),
+    )
+    util, total = case.value(UTILIZATION), case.total
+    if permit is None or needed is None or there is None or not isinstance(util, int) or total is None:
+        return None
+    most = _ceiling(policy, case, permit)
+    pool = there + (most - util) * total // 1000 - PRINTED
+    after = int(now * pool / needed / policy.min_concurrency) // BLOCK * BLOCK
+    if most <= util or not least <= after < now:
+        return None
+    moves = (Move(UTILIZATION, util, most, "up", "computed"), Move(MODEL_LEN, now, after, "down", "computed"))
+    return moves, f"{gib(pool)} at the highest permitted utilization, for {now:,} × {gib(pool)} / {gib(needed)} tokens"
 
 
 def _clamp(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
@@ -170,6 +200,37 @@ def _clamp(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
     if rung.min is not None and limit < rung.min:
         return f"the model's limit {limit:,} is below its floor {rung.min:,}"
     return (Move(MODEL_LEN, now, limit, "down", "computed"),), f"the model's own limit is {limit:,}"
+
+
+def forbidden_by(move: Move, seen: Observation) -> str:
+    """Why a move is not made: what was observed before."""
+    if move.lever != UTILIZATION or not isinstance(move.after, int):
+        what = "ran out of memory" if seen.outcome == "failed-high" else "had too little KV cache"
+        return f"{show(move.lever, move.after)} is known to fail: what asks for no more {what} ({seen.kind.value})"
+    if seen.outcome == "failed-low":
+        return f"{show(UTILIZATION, move.after)} was already too small for the KV cache"
+    return (
+        f"{show(UTILIZATION, move.after)} is not below {show(UTILIZATION, seen.utilization)}, which ran out of memory"
+    )
+
+
+def _sliding(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
+    """A sliding-window layer keeps window + batched tokens of each request."""
+    if not case.numbers.numbers.get("sliding_window"):
+        return "it enters the need of one request only for models with a sliding window"
+    return _step(policy, case, lever, rung)
+
+
+def _weights_with_utilization(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
+    """Smaller weights alone would only enlarge the KV cache: utilization goes down with them, by what was missing."""
+    found = _next(policy, case, lever, rung)
+    permit = policy.rung(UTILIZATION)
+    if isinstance(found, str) or permit is None:
+        return found
+    lower = _missing_or_step(policy, case, UTILIZATION, permit)
+    if isinstance(lower, str):
+        return found
+    return (*found[0], *lower[0]), f"{found[1]}; utilization {lower[1]}, so that what they free stays free"
 
 
 def _step(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
@@ -196,6 +257,8 @@ def _activation(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | s
 
 def _with_utilization(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
     """Fewer batched tokens free activation memory; without less utilization the KV cache would take it."""
+    if lever == WEIGHTS:
+        return _weights_with_utilization(policy, case, lever, rung)
     found = _step(policy, case, lever, rung)
     if isinstance(found, str):
         return found
@@ -268,6 +331,7 @@ RULES: Mapping[str, Rule] = {
     "step": _step,
     "activation": _activation,
     "with_utilization": _with_utilization,
+    "sliding": _sliding,
     "slots": _slots,
     "on": _eager_on,
     "counted": _eager_counted,

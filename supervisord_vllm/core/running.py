@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from supervisord_vllm.core import telling
-from supervisord_vllm.core.actions import Canary, EndTree, Proven
+from supervisord_vllm.core.actions import Canary, CloseGate, EndTree, Proven
+from supervisord_vllm.core.climbing import climb
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Evidence, Kind
 from supervisord_vllm.core.facts import (
@@ -20,7 +21,11 @@ from supervisord_vllm.core.facts import (
     Tick,
 )
 from supervisord_vllm.core.judgement import record
+from supervisord_vllm.core.knowledge import setting_of
+from supervisord_vllm.core.ledger import uncounted_graphs
+from supervisord_vllm.core.observations import Observation, noted
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.remedies import pinned
 from supervisord_vllm.core.state import (
     FATAL_PATIENCE_NS,
     UNHEALTHY_PATIENCE_NS,
@@ -28,6 +33,8 @@ from supervisord_vllm.core.state import (
     Incident,
     State,
     StateName,
+    backoff_ns,
+    recent_restarts,
 )
 from supervisord_vllm.core.steps import Step, enter, to_given_up, to_stopping
 from supervisord_vllm.core.stopping import leave_stopping
@@ -40,25 +47,41 @@ def spawned(policy: Policy, state: State, fact: Spawned) -> Step:
 
 
 def spawn_failed(policy: Policy, state: State, fact: SpawnFailed) -> Step:
-    """→ given-up: the command cannot be executed, and would not be the next time either."""
+    """→ given-up where the command cannot be executed; → backing-off where the machine is out of something now."""
     assert state.launch is not None
-    sentence = (
-        f"Launch {state.launch.number} could not be executed: {telling.quoted(fact.error)}. Correct [engine] command in"
-        " the policy file, then start the daemon again; `vllm-supervise check --host` tests it."
-    )
+    if state.name is StateName.STOPPING and state.ending is not None and state.ending.why != "failure":
+        return leave_stopping(policy, state, fact.at_ns)
+    recent = recent_restarts(policy, state, fact.at_ns)
+    again = not fact.lasting and policy.act and len(recent) < policy.budget
+    what = f"Launch {state.launch.number} could not be executed: {telling.quoted(fact.error)}."
+    delay = backoff_ns(policy, state.failures, state.launch.number)
+    if again:
+        step = (
+            f"It is tried again in {telling.span(delay)}, restart {len(recent) + 1} of {policy.budget} within"
+            f" {telling.span(policy.window_ns)}. `vllm-supervise stop` keeps it down."
+        )
+    elif fact.lasting:
+        step = (
+            f"Correct [engine] command in the policy file, then {telling.begin_again(policy)};"
+            " `vllm-supervise check --host` tests it."
+        )
+    else:
+        step = f"Free what it names, then {telling.begin_again(policy)}; `vllm-supervise history` tells the story."
     decision = Decision(
         number=state.next_decision,
         at_ns=fact.at_ns,
         launch=state.launch.number,
-        kind=Kind.BAD_CONFIG,
-        action=Action.STOP_EXPLAIN,
-        sentence=sentence,
+        kind=Kind.BAD_CONFIG if fact.lasting else Kind.OS_LIMIT,
+        action=Action.RESTART_SAME if again else Action.STOP_EXPLAIN,
+        sentence=f"{what} {step}",
         evidence=(Evidence(0, "supervisor", fact.error),),
     )
-    if state.name is StateName.STOPPING and state.ending is not None and state.ending.why != "failure":
-        return leave_stopping(policy, state, fact.at_ns)
     state, recorded = record(state, decision)
-    state, actions = to_given_up(policy, state, fact.at_ns, sentence)
+    if again:
+        resume = fact.at_ns + delay
+        after = enter(state, StateName.BACKING_OFF, fact.at_ns, resume_ns=resume, ending=None)
+        return replace(after, restarts=(*recent, fact.at_ns), failures=state.failures + 1), (recorded, CloseGate())
+    state, actions = to_given_up(policy, state, fact.at_ns, decision.sentence)
     return state, (recorded, *actions)
 
 
@@ -71,14 +94,17 @@ def phase_seen(policy: Policy, state: State, fact: PhaseSeen) -> Step:
 def ledger_seen(policy: Policy, state: State, fact: LedgerSeen) -> Step:
     """Numbers of the memory account."""
     assert state.launch is not None
-    return replace(state, launch=replace(state.launch, ledger=state.launch.ledger.merged(fact.numbers))), ()
+    launch = replace(state.launch, ledger=state.launch.ledger.tightened(fact.numbers))
+    graphs = uncounted_graphs(launch.ledger.numbers) or state.graphs
+    return replace(state, launch=launch, graphs=graphs), ()
 
 
 def fatal_seen(policy: Policy, state: State, fact: FatalSeen) -> Step:
     """The engine says that it is dying: not ready from now on, though only an exit or time proves it."""
     assert state.launch is not None
-    at = state.launch.fatal_ns if state.launch.fatal_ns is not None else fact.at_ns
-    return replace(state, launch=replace(state.launch, ready=False, fatal_ns=at)), ()
+    if state.launch.fatal_ns is not None:
+        return state, ()
+    return replace(state, launch=replace(state.launch, ready=False, fatal_ns=fact.at_ns)), ()
 
 
 def first_health(policy: Policy, state: State, fact: HealthSeen) -> Step:
@@ -98,21 +124,36 @@ def health_seen(policy: Policy, state: State, fact: HealthSeen) -> Step:
 
 
 def canary_done(policy: Policy, state: State, fact: CanaryDone) -> Step:
-    """proving: the canary makes the engine ready, or fails the launch."""
+    """The canary makes the engine ready, or fails the launch; after a fatal line it tells text from truth."""
     assert state.launch is not None
+    launch = state.launch
     if not fact.ok:
+        if launch.fatal_asked:
+            text = f"the engine said that it is dying and answers no request: {telling.quoted(fact.detail, 160)}"
+            return to_stopping(state, fact.at_ns, "failure", Kind.ENGINE_DEAD, text)
+        if fact.status in (401, 403):
+            text = (
+                f"the engine refused the canary's API key ({fact.status}): give the key that it asks for as [engine]"
+                " api-key-file"
+            )
+            return to_stopping(state, fact.at_ns, "failure", Kind.BAD_CONFIG, text)
         text = f"/health says 200, but a request of one token failed: {telling.quoted(fact.detail, 160)}"
         return to_stopping(state, fact.at_ns, "failure", Kind.ENGINE_HUNG, text)
-    if state.launch.fatal_ns is not None:
+    if launch.fatal_ns is not None and not launch.fatal_asked:
         return state, ()
-    return replace(state, launch=replace(state.launch, ready=True, ready_ns=fact.at_ns)), ()
+    ready_ns = fact.at_ns if launch.ready_ns is None else launch.ready_ns
+    launch = replace(launch, ready=True, ready_ns=ready_ns, fatal_ns=None, fatal_asked=False)
+    return replace(state, launch=launch), ()
 
 
 def running_tick(policy: Policy, state: State, fact: Tick) -> Step:
     """The timers of a living engine: said to be dying, unhealthy, not coming up, soaked."""
     launch, now = state.launch, fact.at_ns
     assert launch is not None
-    if launch.fatal_ns is not None and now >= launch.fatal_ns + FATAL_PATIENCE_NS:
+    if launch.fatal_ns is not None and not launch.fatal_asked and now >= launch.fatal_ns + FATAL_PATIENCE_NS:
+        if state.name is not StateName.STARTING and launch.unhealthy_ns is None:
+            # Text alone proves nothing, and /health says 200: a request decides.
+            return replace(state, launch=replace(launch, fatal_asked=True)), (Canary(launch.number),)
         text = f"the engine said that it is dying and still runs after {telling.span(FATAL_PATIENCE_NS)}"
         return to_stopping(state, now, "failure", Kind.ENGINE_DEAD, text)
     if launch.unhealthy_ns is not None and now >= launch.unhealthy_ns + UNHEALTHY_PATIENCE_NS:
@@ -123,15 +164,24 @@ def running_tick(policy: Policy, state: State, fact: Tick) -> Step:
         return to_stopping(state, now, "failure", Kind.STARTUP_WEDGED, text)
     soaked = launch.ready_ns is not None and now >= launch.ready_ns + policy.soak_ns
     if state.name is StateName.PROVING and soaked and launch.ready and launch.unhealthy_ns is None:
+        seen = Observation(
+            pinned(launch.levers, launch.ledger), "proven", wall_s=state.wall_s(now), setting=setting_of(launch)
+        )
+        climbed = launch.probe is not None and launch.probe.why == "step-up"
         after = enter(
             state,
             StateName.SERVING,
             now,
-            launch=replace(launch, proven=True),
+            launch=replace(launch, proven=True, serving_ns=now),
             incident=Incident(),
             failures=0,
+            observations=noted(state.observations, seen),
+            good=launch.target,
+            failed_climbs=0 if climbed else state.failed_climbs,
         )
         return after, (Proven(launch.number, launch.target),)
+    if state.name is StateName.SERVING and (step := climb(policy, state, now)) is not None:
+        return step
     return state, ()
 
 

@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from supervisord_vllm.core.case import Bracket, Case
+from supervisord_vllm.core.case import Case
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Kind
-from supervisord_vllm.core.facts import DeviceMemory, Exited, Phase
-from supervisord_vllm.core.ledger import Ledger
-from supervisord_vllm.core.levers import Levers
+from supervisord_vllm.core.facts import DeviceMemory, Exited, KernelSeen, Phase, Verdict
+from supervisord_vllm.core.ledger import Ledger, Room
+from supervisord_vllm.core.levers import EAGER, KV_DTYPE, MODEL_LEN, UTILIZATION, WEIGHTS, Levers
+from supervisord_vllm.core.observations import Observation
 from supervisord_vllm.core.policy import SECOND, Policy
 
 FATAL_PATIENCE_NS = 6 * SECOND
 """An engine that said it is dying and still lives is stopped after this long."""
 UNHEALTHY_PATIENCE_NS = 10 * SECOND
 """/health other than 200 for longer is a failure: an engine's death shows 503 for 5 s at most, then it exits."""
-STOP_DEADLINE_NS = 180 * SECOND
-"""Longer than the longest stop: whatever still lives then cannot be ended."""
 
 
 class StateName(str, Enum):
@@ -33,9 +32,23 @@ class StateName(str, Enum):
     STARTING = "starting"
     PROVING = "proving"
     SERVING = "serving"
+    DRAINING = "draining"
     STOPPING = "stopping"
     BACKING_OFF = "backing-off"
     GIVEN_UP = "given-up"
+
+
+Environment = tuple[tuple[str, str], ...]
+"""Variables that one remedy gives to the engine, sorted by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A planned launch that tries another configuration: where it goes back to if it fails, and what it is for."""
+
+    back: Levers
+    why: Literal["step-up", "pressure", "operator"]
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +70,21 @@ class Launch:
     ready: bool = False
     proven: bool = False
     fatal_ns: int | None = None
+    fatal_asked: bool = False
     unhealthy_ns: int | None = None
     exited: Exited | None = None
+    kernel: tuple[KernelSeen, ...] = ()
+    oom_kills: int = 0
+    vanished: str | None = None
+    environment: Environment = ()
+    serving_ns: int | None = None
+    load: Literal["idle", "busy"] | None = None
+    room: Room | None = None
+    probe: Probe | None = None
+    proposed: bool = False
+    """A step up was said or found impossible: not again for this launch, unless the room changes."""
+    told: bool = False
+    """It was said that no configuration helps against the load."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +93,10 @@ class Incident:
 
     launches: int = 0
     signatures: tuple[str, ...] = ()
-    bracket: Bracket = field(default_factory=Bracket)
     barred: frozenset[str] = frozenset()
     moved: tuple[Move, ...] = ()
     cause: Case | None = None
+    cleaned: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +105,7 @@ class Opening:
 
     since_ns: int
     short_since_ns: int | None = None
+    unread_since_ns: int | None = None
     samples: tuple[tuple[int, tuple[DeviceMemory, ...]], ...] = ()
     waits_for: str = ""
     port_taken: bool = False
@@ -93,18 +120,31 @@ class Plan:
     delay_ns: int = 0
     text: str = ""
     exhausted_until_ns: int | None = None
+    environment: Environment = ()
+    probe: Probe | None = None
+
+
+@dataclass(frozen=True)
+class Draining:
+    """Why the engine takes no new requests: then the plan is carried out, or it stays stopped."""
+
+    since_ns: int
+    plan: Plan | None = None
+    why: Literal["planned", "operator"] = "planned"
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Why the tree is being ended and what is already known of it; ``suspected`` is a failure seen without an exit."""
+    """Why the tree is being ended and what is already known of it; ``suspected`` is a failure seen without an exit,
+    ``forced`` says that an operator asked twice, so that it is killed instead of waited for."""
 
-    why: Literal["failure", "operator", "shutdown"]
+    why: Literal["failure", "operator", "shutdown", "planned"]
     since_ns: int
     suspected: Kind | None = None
     suspicion: str = ""
     plan: Plan | None = None
     gone: bool = False
+    forced: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +167,27 @@ class State:
     last_decision: Decision | None = None
     given_up: str | None = None
     contexts: Mapping[str, int] = field(default_factory=dict)
+    graphs: int = 0
+    """CUDA graphs that vLLM captured beyond what it requested, in bytes, as last printed."""
+    memory_error: str | None = None
     dropped: int = 0
+    observations: tuple[Observation, ...] = ()
+    wall_offset_s: int = 0
+    """Wall time minus CLOCK_BOOTTIME, in seconds, as it was when the daemon started."""
+    good: Levers | None = None
+    """The last target that passed the proof under this policy."""
+    draining: Draining | None = None
+    environment: Environment = ()
+    """What the next launch gets beyond the policy's own variables."""
+    probe: Probe | None = None
+    """Set while the next launch is a planned change."""
+    planned: tuple[int, ...] = ()
+    """When the planned restarts of the last 24 h were, the oldest first."""
+    failed_climbs: int = 0
+    roll_backs: Mapping[str, int] = field(default_factory=dict)
+    """Changes against pressure that were taken back, by verdict, since the last that was kept."""
+    recurring: tuple[tuple[str, int], ...] = ()
+    """Signatures of the failures of the window, with their times: also across proofs."""
 
     @classmethod
     def initial(cls) -> State:
@@ -139,6 +199,58 @@ class State:
         """Whether requests are answered."""
         return self.launch is not None and self.launch.ready and self.name in (StateName.PROVING, StateName.SERVING)
 
+    def wall_s(self, at_ns: int) -> int:
+        """Wall time of a moment, in whole seconds."""
+        return at_ns // SECOND + self.wall_offset_s
+
+
+DAY_NS = 24 * 3600 * SECOND
+
+
+def recent_plans(state: State, now_ns: int) -> tuple[int, ...]:
+    """When the planned restarts of the last 24 h were, the oldest first."""
+    return tuple(at for at in state.planned if at > now_ns - DAY_NS)
+
+
+def climb_due_ns(policy: Policy, state: State) -> int | None:
+    """When the way back up may be tried next; ``None`` where it waits for something else than time.
+
+    It waits for a quiet moment, for the end of a hold, and where nothing is degraded for nothing at all.
+    """
+    launch = state.launch
+    if launch is None or launch.serving_ns is None or launch.proposed or state.held or launch.load != "idle":
+        return None
+    if policy.planned_per_day == 0 or not degraded(policy, launch):
+        return None
+    due = launch.serving_ns + (policy.step_up_ns << min(state.failed_climbs, 16))
+    if len(state.planned) >= policy.planned_per_day:
+        due = max(due, state.planned[-policy.planned_per_day] + DAY_NS)
+    return due
+
+
+def degraded(policy: Policy, launch: Launch) -> tuple[str, ...]:
+    """Levers on the way back up: those whose step changed what the service can do, and a utilization that a
+    neighbour lowered and that fits again. A smaller pool or fewer slots are left alone unless pressure says so."""
+    below = tuple(
+        name
+        for name in (WEIGHTS, MODEL_LEN, EAGER, KV_DTYPE)
+        if policy.rung(name) is not None and _lowered(name, launch.target.get(name), policy.declared.get(name))
+    )
+    wanted, now = launch.target.number(UTILIZATION), launch.levers.number(UTILIZATION)
+    if wanted is not None and now is not None and now < wanted and launch.room and launch.room.fits >= wanted:
+        below = (*below, UTILIZATION)
+    return below
+
+
+def _lowered(name: str, now: object, declared: object) -> bool:
+    if now is None or (declared is None and name != EAGER):
+        return False
+    if name == EAGER:
+        return bool(now) and not declared
+    if isinstance(now, int) and isinstance(declared, int):
+        return now < declared
+    return now != declared
+
 
 def wake_at_ns(policy: Policy, state: State) -> int | None:
     """When the shell must send a `Tick`, if no other fact comes first (CLOCK_BOOTTIME); ``None``: not at all."""
@@ -149,13 +261,17 @@ def wake_at_ns(policy: Policy, state: State) -> int | None:
     if state.name is StateName.GATING and state.gate is not None:
         times.append(state.gate.since_ns + policy.gate.deadline_ns)
     if state.name is StateName.STOPPING and state.ending is not None:
-        times.append(state.ending.since_ns + STOP_DEADLINE_NS)
+        times.append(state.ending.since_ns + policy.stop_deadline_ns)
+    if state.name is StateName.DRAINING and state.draining is not None:
+        times.append(state.draining.since_ns + policy.drain_ns)
+    if state.name is StateName.SERVING and (due := climb_due_ns(policy, state)) is not None:
+        times.append(due)
     if launch is not None and state.name in (StateName.STARTING, StateName.PROVING, StateName.SERVING):
         if state.name is StateName.STARTING:
             times.append(launch.spawned_ns + policy.start_max_ns)
-        if state.name is StateName.PROVING and launch.ready_ns is not None:
+        if state.name is StateName.PROVING and launch.ready and launch.ready_ns is not None and not launch.unhealthy_ns:
             times.append(launch.ready_ns + policy.soak_ns)
-        if launch.fatal_ns is not None:
+        if launch.fatal_ns is not None and not launch.fatal_asked:
             times.append(launch.fatal_ns + FATAL_PATIENCE_NS)
         if launch.unhealthy_ns is not None:
             times.append(launch.unhealthy_ns + UNHEALTHY_PATIENCE_NS)
@@ -195,10 +311,19 @@ def outlook(policy: Policy, state: State) -> tuple[str, int | None]:
             return "the canary's answer", None
         return "proven when the soak is over", state.launch.ready_ns + policy.soak_ns
     if state.name is StateName.SERVING:
-        return "nothing: it serves", None
+        due = climb_due_ns(policy, state)
+        return ("nothing: it serves", None) if due is None else ("a step up, at a quiet moment", due)
+    if state.name is StateName.DRAINING and state.draining is not None:
+        then = "another configuration" if state.draining.why == "planned" else "stay stopped"
+        return f"{then}, once no request is left", state.draining.since_ns + policy.drain_ns
     if state.name is StateName.STOPPING and state.ending is not None:
-        leads = {"failure": "judge the failure, then act on it", "operator": "stay stopped", "shutdown": "exit"}
-        return leads[state.ending.why], state.ending.since_ns + STOP_DEADLINE_NS
+        leads = {
+            "failure": "judge the failure, then act on it",
+            "operator": "stay stopped",
+            "shutdown": "exit",
+            "planned": "start with the new configuration",
+        }
+        return leads[state.ending.why], state.ending.since_ns + policy.stop_deadline_ns
     if state.name is StateName.BACKING_OFF:
         return f"launch {state.next_launch} after the back-off", state.resume_ns
     if state.name is StateName.GIVEN_UP:

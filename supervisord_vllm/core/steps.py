@@ -9,7 +9,7 @@ from supervisord_vllm.core.actions import Action, CloseGate, Exit, GiveUp, Stop,
 from supervisord_vllm.core.diagnosis import Kind
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.policy import Policy
-from supervisord_vllm.core.state import Ending, Opening, State, StateName
+from supervisord_vllm.core.state import Draining, Ending, Opening, Plan, State, StateName
 
 GIVEN_UP_STATUS = 69
 """Exit status of a daemon that gave up (EX_UNAVAILABLE)."""
@@ -31,6 +31,7 @@ def to_gate(state: State, now_ns: int, target: Levers | None = None) -> Step:
         target=state.target if target is None else target,
         gate=Opening(now_ns),
         ending=None,
+        draining=None,
         resume_ns=None,
         given_up=None,
     )
@@ -38,23 +39,41 @@ def to_gate(state: State, now_ns: int, target: Levers | None = None) -> Step:
 
 
 def to_stopping(
-    state: State, now_ns: int, why: Literal["failure", "operator", "shutdown"], kind: Kind | None = None, text: str = ""
+    state: State,
+    now_ns: int,
+    why: Literal["failure", "operator", "shutdown", "planned"],
+    kind: Kind | None = None,
+    text: str = "",
+    plan: Plan | None = None,
 ) -> Step:
     """→ stopping a living engine."""
     assert state.launch is not None
-    phase: Literal["starting", "serving"] = "starting" if state.name is StateName.STARTING else "serving"
+    phase: Literal["starting", "serving", "hung"] = "starting" if state.name is StateName.STARTING else "serving"
+    if kind is Kind.ENGINE_HUNG:
+        phase = "hung"
     after = enter(
         state,
         StateName.STOPPING,
         now_ns,
         launch=replace(state.launch, ready=False),
-        ending=Ending(why, now_ns, kind, text),
+        ending=Ending(why, now_ns, kind, text, plan),
+        draining=None,
     )
     return after, (Stop(state.launch.number, phase),)
 
 
+def to_draining(state: State, now_ns: int, plan: Plan | None) -> Step:
+    """→ draining: not ready any more, requests finish; an idle engine is stopped at once. Without a plan: operator."""
+    assert state.launch is not None
+    if state.launch.load == "idle":
+        return to_stopping(state, now_ns, "operator" if plan is None else "planned", plan=plan)
+    draining = Draining(now_ns, plan, "operator" if plan is None else "planned")
+    return enter(state, StateName.DRAINING, now_ns, draining=draining), ()
+
+
 def to_given_up(policy: Policy, state: State, now_ns: int, text: str, until_ns: int | None = None) -> Step:
     """→ given-up: say why, and end the daemon unless the policy wants it to stay."""
-    after = enter(state, StateName.GIVEN_UP, now_ns, given_up=text, gate=None, ending=None, resume_ns=None)
+    state = replace(state, gate=None, ending=None, draining=None, resume_ns=None)
+    after = enter(state, StateName.GIVEN_UP, now_ns, given_up=text)
     actions: tuple[Action, ...] = (CloseGate(), GiveUp(text, until_ns))
     return after, (*actions, Exit(GIVEN_UP_STATUS)) if policy.on_give_up == "exit" else actions

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from supervisord_vllm.core import telling
-from supervisord_vllm.core.actions import Exit
+from supervisord_vllm.core.actions import Action as Act
+from supervisord_vllm.core.actions import Clean, Exit
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import Diagnosed, Exited, Tick, TreeEnded
 from supervisord_vllm.core.judgement import judge, record
 from supervisord_vllm.core.policy import Policy
-from supervisord_vllm.core.state import STOP_DEADLINE_NS, Incident, State, StateName
+from supervisord_vllm.core.state import Incident, State, StateName
 from supervisord_vllm.core.steps import GIVEN_UP_STATUS, Step, enter, to_gate, to_given_up
+
+CLEANED = frozenset({Kind.STARTUP_WEDGED, Kind.COMPILE_CACHE_CORRUPT, Kind.SHM_EXHAUSTED})
+"""Kinds that a lock or a segment of a dead owner can be the cause of: those are moved aside before the next start."""
 
 
 def stopping_exited(policy: Policy, state: State, fact: Exited) -> Step:
@@ -29,10 +33,16 @@ def diagnosed(policy: Policy, state: State, fact: Diagnosed) -> Step:
     ending = state.ending
     state, recorded, plan = judge(policy, state, fact)
     state = replace(state, ending=replace(ending, plan=plan))
+    first: tuple[Act, ...] = (recorded,)
+    starts_again = plan.to is not StateName.GIVEN_UP
+    if recorded.decision.kind in CLEANED and starts_again and not state.incident.cleaned and state.launch is not None:
+        first = (recorded, Clean(state.launch.number))
+    if recorded.decision.action is Action.CLEAN and starts_again and state.launch is not None:
+        first = (recorded, Clean(state.launch.number, recorded.decision.target or ""))
     if not ending.gone:
-        return state, (recorded,)
+        return state, first
     state, actions = leave_stopping(policy, state, fact.at_ns)
-    return state, (recorded, *actions)
+    return state, (*first, *actions)
 
 
 def tree_ended(policy: Policy, state: State, fact: TreeEnded) -> Step:
@@ -51,9 +61,10 @@ def tree_ended(policy: Policy, state: State, fact: TreeEnded) -> Step:
 def stop_deadline(policy: Policy, state: State, fact: Tick) -> Step:
     """Stopping → given-up when the tree is not gone in time."""
     assert state.ending is not None
-    if fact.at_ns < state.ending.since_ns + STOP_DEADLINE_NS:
+    if fact.at_ns < state.ending.since_ns + policy.stop_deadline_ns:
         return state, ()
-    return _cannot_stop(policy, state, fact.at_ns, f"its tree was not gone after {telling.span(STOP_DEADLINE_NS)}")
+    text = f"its tree was not gone after {telling.span(policy.stop_deadline_ns)}"
+    return _cannot_stop(policy, state, fact.at_ns, text)
 
 
 def _cannot_stop(policy: Policy, state: State, now_ns: int, names: str) -> Step:
@@ -61,7 +72,7 @@ def _cannot_stop(policy: Policy, state: State, now_ns: int, names: str) -> Step:
     assert state.launch is not None
     sentence = (
         f"Launch {state.launch.number} cannot be ended: {names}. A process in state D waits for a driver or a disk and"
-        " cannot be killed; look with `ps -o pid,stat,wchan:32,cmd`, then start the daemon again."
+        f" cannot be killed; look with `ps -o pid,stat,wchan:32,cmd`, then {telling.begin_again(policy)}."
     )
     decision = Decision(
         number=state.next_decision,
@@ -89,6 +100,7 @@ def leave_stopping(policy: Policy, state: State, now_ns: int) -> Step:
         return enter(state, StateName.STOPPED, now_ns, ending=None, incident=Incident(), failures=0), ()
     plan = ending.plan
     assert plan is not None
+    state = replace(state, environment=plan.environment, probe=plan.probe)
     if plan.to is StateName.GIVEN_UP:
         return to_given_up(policy, state, now_ns, plan.text, plan.exhausted_until_ns)
     if plan.to is StateName.BACKING_OFF:

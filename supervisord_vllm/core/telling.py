@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 from supervisord_vllm.core.case import Case
 from supervisord_vllm.core.decision import Move
-from supervisord_vllm.core.diagnosis import Kind
+from supervisord_vllm.core.diagnosis import Direction, Kind
 from supervisord_vllm.core.facts import DeviceMemory, Exited, ProcessRef
 from supervisord_vllm.core.ledger import Room, gib, requested, to_bytes
 from supervisord_vllm.core.levers import UTILIZATION, show
-from supervisord_vllm.core.policy import SECOND
+from supervisord_vllm.core.policy import SECOND, Policy
 
 LABELS: Mapping[str, str] = {UTILIZATION: "utilization"}
 
@@ -47,12 +47,24 @@ def span(ns: int) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 or seconds == int(seconds) else f"{seconds:.1f} s"
 
 
+def begin_again(policy: Policy) -> str:
+    """What a person does after the fix, in words that fit behind "then"."""
+    return "start the daemon again" if policy.on_give_up == "exit" else "`vllm-supervise start`"
+
+
 def moved(moves: tuple[Move, ...]) -> str:
     """``utilization 0.900 → 0.741`` for every move."""
     return ", ".join(
         f"{LABELS.get(move.lever, move.lever)} {show(move.lever, move.before)} → {show(move.lever, move.after)}"
         for move in moves
     )
+
+
+def way(before: object, after: object) -> Direction:
+    """The direction of a move."""
+    if not isinstance(before, int) or not isinstance(after, int) or isinstance(after, bool):
+        return "switch"
+    return "up" if after > before else "down"
 
 
 def exit_words(exited: Exited | None) -> str:
@@ -109,6 +121,8 @@ def happened(case: Case, exited: Exited | None, suspicion: str = "") -> str:
         short = f": {gib(-there)} are missing" if there is not None and there < 0 else ""
         return f"has no memory left for the KV cache after weights and activations{short}{_neighbour(case)}"
     if kind is Kind.ENGINE_DEAD:
+        if suspicion:
+            return f"is dead: {suspicion}"
         return f"died while serving and named no cause ({exit_words(exited)})"
     if kind is Kind.ENGINE_HUNG:
         return f"hangs: {suspicion or 'no progress'}"
@@ -125,9 +139,15 @@ def happened(case: Case, exited: Exited | None, suspicion: str = "") -> str:
     return f"failed ({kind.value}, {exit_words(exited)}): {first}"
 
 
+def owner(process: ProcessRef) -> str:
+    """A process that is not ours, with its user: ``pid 77 (nginx), user bob``."""
+    return f"{process}, user {process.user}" if process.user else str(process)
+
+
 def gate_short(tight: Room, utilization: int, holder: ProcessRef | None) -> str:
     """Why memory keeps the gate shut."""
-    who = f"; {holder} holds {gib(holder.memory_bytes)}" if holder and holder.memory_bytes else ""
+    user = f" (user {holder.user})" if holder and holder.user else ""
+    who = f"; {holder} holds {gib(holder.memory_bytes)}{user}" if holder and holder.memory_bytes else ""
     return (
         f"{gib(tight.free)} of {gib(tight.total)} are free on {tight.name} and utilization"
         f" {show(UTILIZATION, utilization)} asks for {gib(requested(utilization, tight.total))}{who}"

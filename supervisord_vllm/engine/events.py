@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from supervisord_vllm.core.diagnosis import Number
-from supervisord_vllm.core.facts import Phase
+
+if TYPE_CHECKING:
+    from supervisord_vllm.core.facts import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """From the evidence of a launch to its `Diagnosis`: one first cause, its numbers, and what to do.
 
-Order (facts of vLLM 0.6-0.33): a named cause; else what died; else, where something failed, ``unknown`` with the first
-error lines; else the exit; else the load; else nothing is wrong.
+Order (facts of vLLM 0.6-0.33): a named cause; else what died; else, where something failed, a defect of the engine if a
+traceback of its own says so, and ``unknown`` with the first error lines if not; else the exit; else the load; else
+nothing is wrong. What stands beside the text may change the verdict: `supervisord_vllm.engine.circumstance`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
+from typing import TYPE_CHECKING
 
 from supervisord_vllm.core.diagnosis import Action, Change, Diagnosis, Evidence, Kind, Number
-from supervisord_vllm.core.facts import Phase
 from supervisord_vllm.core.ledger import gib, to_bytes
 from supervisord_vllm.engine.bounds import FORMULAS, bound
+from supervisord_vllm.engine.defect import defect
 from supervisord_vllm.engine.lines import Line
 from supervisord_vllm.engine.signature import Cure, Outcome
 
+if TYPE_CHECKING:
+    from supervisord_vllm.core.facts import Phase
+
 EVIDENCE_TEXT = 600
 """Characters of a line that are kept as evidence."""
-SLIVER_GIB = 0.5
-"""A shortfall smaller than one CUDA context: no neighbour gives just this back by leaving, so fitting is better."""
-
+_BUSY = (Kind.GPU_BUSY_FOREIGN, Kind.GPU_BUSY_ORPHAN, Kind.GPU_BUSY_UMA)
 _DIGITS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _ARGPARSE_EXIT = 2
@@ -42,6 +45,7 @@ class Finding:
     numbers: dict[str, Number]
     phase: Phase
     frames: tuple[str, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,15 @@ class Record:
     cause: Finding | None = None
     symptom: Finding | None = None
     errors: tuple[Evidence, ...] = ()
+    frames: tuple[str, ...] = ()
     marker: Evidence | None = None
     failed: bool = False
     serving: bool = False
     stopping: bool = False
     ledger: Mapping[str, Number] = field(default_factory=dict)
-    load: tuple[Outcome, dict[str, Number]] | None = None
+    load: tuple[Outcome, dict[str, Number], Evidence] | None = None
+    last_load: Mapping[str, Number] = field(default_factory=dict)
+    dead: Evidence | None = None
     exit_code: int | None = None
     exit_signal: int | None = None
     expected_stop: bool = False
@@ -75,17 +82,17 @@ def judge(record: Record) -> Diagnosis:
     if record.symptom is not None:
         return _found(record, record.symptom, when)
     if record.failed or (record.exited and not record.serving and record.errors):
-        return _unknown(record, when)
+        return _unexplained(record, when)
     if record.exited:
         return _exit_alone(record, when)
     if record.load is not None:
-        outcome, numbers = record.load
-        return _diagnosis(outcome, numbers, {}, (), when)
+        outcome, numbers, line = record.load
+        return diagnosis(outcome, numbers, {}, (line,), "runtime")
     return Diagnosis(
         Kind.NONE,
         "shutdown" if record.stopping or record.expected_stop else when,
         Action.NO_ACTION,
-        numbers=dict(record.ledger),
+        numbers={**record.ledger, **record.last_load},
         confidence=0.9 if record.serving else 0.6,
         summary="Nothing in this log says that the engine failed.",
         signature="none",
@@ -99,7 +106,30 @@ def _found(record: Record, finding: Finding, when: str) -> Diagnosis:
         numbers["exit_code"] = record.exit_code
     if finding.outcome is None:
         raise ValueError("a finding without an outcome cannot be judged")
-    return _diagnosis(finding.outcome, numbers, record.ledger, lines[: 1 if lines[0] == lines[-1] else 2], when)
+    if finding.line.rank is not None:
+        numbers["rank"] = finding.line.rank
+    return diagnosis(finding.outcome, numbers, record.ledger, lines[: 1 if lines[0] == lines[-1] else 2], when)
+
+
+def _unexplained(record: Record, when: str) -> Diagnosis:
+    """Something failed and no message names it: a Python error of the engine's own, its server's last word, or
+    unknown."""
+    if record.errors:
+        outcome = defect(record.errors[0].text, record.frames, serving=record.serving)
+        if outcome is not None:
+            lines = (record.errors[0], *((record.marker,) if record.marker is not None else ()))
+            return diagnosis(outcome, _exit_numbers(record), {}, lines, when)
+    elif record.dead is not None and record.marker is None:
+        outcome = Outcome(
+            id="engine-dead-says-server",
+            kind=Kind.ENGINE_DEAD,
+            action=Action.RESTART_SAME,
+            summary=("The server says that its engine is dead; the engine's own output does not say why.",),
+            advice=("Start again with the same flags; look for an OOM kill in `dmesg` or the cgroup's memory.events.",),
+            confidence=0.6,
+        )
+        return diagnosis(outcome, _exit_numbers(record), {}, (record.dead,), when)
+    return _unknown(record, when)
 
 
 def _unknown(record: Record, when: str) -> Diagnosis:
@@ -112,7 +142,7 @@ def _unknown(record: Record, when: str) -> Diagnosis:
             advice=("Correct the flag that vLLM names.",),
             confidence=0.7,
         )
-        return _diagnosis(outcome, {"exit_code": _ARGPARSE_EXIT}, {}, record.errors, when)
+        return diagnosis(outcome, {"exit_code": _ARGPARSE_EXIT}, {}, record.errors, when)
     first = record.errors[0].text if record.errors else (record.marker.text if record.marker is not None else "")
     lines = record.errors or ((record.marker,) if record.marker is not None else ())
     return Diagnosis(
@@ -143,7 +173,7 @@ def _exit_alone(record: Record, when: str) -> Diagnosis:
         advice=("Start again with the same flags; look for an OOM kill in `dmesg` or the cgroup's memory.events.",),
         confidence=0.6,
     )
-    return _diagnosis(outcome, _exit_numbers(record), {}, (), when)
+    return diagnosis(outcome, _exit_numbers(record), {}, (), when)
 
 
 def _exit_numbers(record: Record) -> dict[str, Number]:
@@ -155,26 +185,23 @@ def _exit_numbers(record: Record) -> dict[str, Number]:
     return numbers
 
 
-def _diagnosis(
+def diagnosis(
     outcome: Outcome,
     printed: Mapping[str, Number],
     ledger: Mapping[str, Number],
     lines: Iterable[Evidence],
     when: str,
 ) -> Diagnosis:
+    """The verdict of an outcome: its levers with their values, its sentences with their numbers."""
     numbers = {name: ledger[name] for name in outcome.context if name in ledger} | dict(printed)
-    known = _derived({**{name: value for name, value in ledger.items() if name != "free_gib"}, **numbers})
-    if "shortfall_gib" in known and outcome.kind is Kind.GPU_BUSY_FOREIGN:
+    known = known_numbers(numbers, ledger)
+    if "shortfall_gib" in known and outcome.kind in _BUSY:
         numbers["shortfall_gib"] = known["shortfall_gib"]
-    for formula in FORMULAS:
-        value = bound(formula, known)
-        if value is not None:
-            known[formula] = value
     changes = tuple(_change(cure, known) for cure in outcome.cures)
     return Diagnosis(
         kind=outcome.kind,
         phase=when,
-        action=_action(outcome, known),
+        action=outcome.action,
         change=changes,
         target=outcome.target,
         numbers=numbers,
@@ -186,12 +213,16 @@ def _diagnosis(
     )
 
 
-def _action(outcome: Outcome, known: Mapping[str, Number]) -> Action:
-    """The table's action; a neighbour that is in the way by a sliver is fitted beside instead of waited for."""
-    short = known.get("shortfall_gib")
-    if outcome.action is Action.WAIT_VRAM and "fit_free" in known and isinstance(short, float) and short <= SLIVER_GIB:
-        return Action.NEXT_CONFIG
-    return outcome.action
+def known_numbers(numbers: Mapping[str, Number], ledger: Mapping[str, Number]) -> dict[str, Number]:
+    """The printed numbers over the launch's account, with what follows from them: shortfalls, and the values that the
+    formulas of `supervisord_vllm.engine.bounds` imply. The account's free memory is of another moment and left out.
+    """
+    known = _derived({**{name: value for name, value in ledger.items() if name != "free_gib"}, **numbers})
+    for formula in FORMULAS:
+        value = bound(formula, known)
+        if value is not None:
+            known[formula] = value
+    return known
 
 
 def _change(cure: Cure, known: Mapping[str, Number]) -> Change:

@@ -23,29 +23,36 @@ MAX_TEXT = 16 * 1024
 MAX_SEGMENTS = 64
 """Redraws of one progress bar line that are looked at, the last ones."""
 
-Role = Literal["engine", "api", "kernel", ""]
+Role = Literal["engine", "api", "kernel", "systemd", ""]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]{0,32}[ -/]{0,4}[@-~]")
 _CARRIERS = tuple(
     re.compile(pattern)
     for pattern in (
         # docker, kubectl logs --timestamps, CRI files, journalctl -o short-iso
+        # (then a host and a unit in the journal's form, a level and a logger in the form of Python's basicConfig)
         (
             r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:out|err) [FP] )?"
             r"(?:[^\s:(]{1,255} (?:[\w.@-]{1,64}\[\d{1,10}\]|(?P<unit>kernel)): )?"
         ),
+        # the journal and syslog; its unit says whether the kernel or systemd itself speaks
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [^\s:]{1,255} (?P<unit>[\w.@-]{1,64})(?:\[\d{1,10}\])?: ",
         r"(?P<unit>kernel): ",
-        r"\[ {0,8}\d{1,10}\.\d{6}\] (?=NVRM|Out of memory|oom-kill)(?P<unit>)",
+        r"\[ {0,8}\d{1,10}\.\d{6}\] (?=NVRM|Out of memory|oom-kill|Memory cgroup|nvidia-nvswitch)(?P<unit>)",
+        # Google's logging, and a reader that keeps the container's line behind its own level
+        r"(?:INFO|ERROR|DEFAULT) \d{4}-\d\d-\d\dT[\d:.]{8,30}Z (?:\[resource[^\]]{0,200}\] )?",
+        r"\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?\] (?!\[)",
         r"[\w.-]{1,64} {0,32}\| ",
         r"\[pod/[^\] ]{1,200}\] ",
         r"\[rank\d{1,4}\]: ?",
-        r" {0,8}[|+] (?=Traceback|  |[\w.]{1,80}Error)",
+        r" {0,8}[|+] (?=Traceback|  |[\w.]{1,80}Error|\[\d{4}-|\[rank\d|(?:INFO|WARNING|ERROR|CRITICAL) )",
     )
 )
 _TAG = re.compile(
-    r"\((?P<process>[A-Za-z][\w.-]{0,80})(?: rank=\d{1,5})?(?: pid=(?P<pid>\d{1,10})(?:, ip=[^)]{1,64})?)?\) ?"
+    r"\((?P<process>[A-Za-z][\w.-]{0,80}(?:\([\w()]{1,80}\))?)(?: rank=(?P<rank>\d{1,5})| TP(?P<tp>\d{1,5}))?,?"
+    r"(?: pid=(?P<pid>\d{1,10})(?:, ip=[^)]{1,64})?)?\) ?"
 )
+_RANK = re.compile(r"(?:^|_)TP(\d{1,5})(?:_|$)")
 _LEVELS = "DEBUG|INFO|WARNING|ERROR|CRITICAL"
 _RECORD = re.compile(rf"(?P<level>{_LEVELS}) \d\d-\d\d \d\d:\d\d:\d\d \[?(?P<source>[\w./-]{{1,200}}):\d{{1,7}}\] ?")
 _UVICORN = re.compile(rf"(?P<level>{_LEVELS}):\s{{1,9}}")
@@ -54,7 +61,7 @@ _GLOG = re.compile(r"\[?(?P<level>[IWEF])\d{3,4} \d\d:\d\d:\d\d[.\d]{0,12} {1,4}
 _GLOG_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 _PREFIX_ROOM = 64
 """Characters that an operator's VLLM_LOGGING_PREFIX may take before the level of an untagged record."""
-_SERVER_PROCESSES = ("apiserver", "dpsupervisor", "dpcoordinator")
+SERVER_PROCESSES = ("apiserver", "dpsupervisor", "dpcoordinator")
 _SERVER_SOURCES = re.compile(
     r"(?:.*/)?(?:serving\w*|api_server|async_llm|async_llm_engine|launcher|loggers?|metrics|protocol|chat_utils|"
     r"client|core_client|api_utils)\.py"
@@ -65,7 +72,9 @@ _SERVER_SOURCES = re.compile(
 class Line:
     """A parsed line. ``number`` counts raw lines from 1; ``process`` is vLLM's name of the writer (``EngineCore``,
     ``Worker_TP0``; empty where the line is not tagged); ``stream`` tells writers apart; ``level`` is empty for what is
-    no log record. ``tagged`` says that vLLM itself named the writer, rather than the role being concluded.
+    no log record. ``tagged`` says that vLLM itself named the writer, rather than the role being concluded. ``rank``
+    is the
+    tensor parallel rank where the tag names it.
     """
 
     number: int
@@ -76,6 +85,7 @@ class Line:
     level: str = ""
     source: str = ""
     tagged: bool = False
+    rank: int | None = None
 
 
 def segments(raw: bytes | str) -> list[str]:
@@ -91,6 +101,8 @@ def segments(raw: bytes | str) -> list[str]:
 def parse(text: str, number: int) -> Iterator[Line]:
     """The lines that one segment holds: one, or several for a JSON record whose message has several."""
     rest, carrier_role = _strip_carriers(text.rstrip("\n"))
+    if rest.startswith('{"log":'):  # docker's json-file driver, as it lies on the disk
+        rest, carrier_role = _strip_carriers(_docker_line(rest))
     if rest.startswith("{") and '"levelname"' in rest:
         record = _json_record(rest, number)
         if record is not None:
@@ -103,7 +115,7 @@ def parse(text: str, number: int) -> Iterator[Line]:
 def role_of(process: str) -> Role:
     """The role of a process by the name that vLLM gives it."""
     name = process.lower().replace("_", "")
-    return "api" if name.startswith(_SERVER_PROCESSES) else "engine"
+    return "api" if name.startswith(SERVER_PROCESSES) else "engine"
 
 
 def _strip_carriers(text: str) -> tuple[str, Role]:
@@ -115,6 +127,8 @@ def _strip_carriers(text: str) -> tuple[str, Role]:
                 unit = match.groupdict().get("unit")
                 if unit in ("kernel", ""):
                     role = "kernel"
+                elif unit == "systemd":
+                    role = "systemd"
                 text = text[match.end() :]
                 break
         else:
@@ -124,6 +138,7 @@ def _strip_carriers(text: str) -> tuple[str, Role]:
 
 def _plain(text: str, number: int, carrier_role: Role) -> Line:
     process = stream = ""
+    rank: int | None = None
     server = False
     for _ in range(3):  # writers interleave: "(APIServer pid=1) (EngineCore pid=2) INFO ..."
         tag = _TAG.match(text)
@@ -131,13 +146,15 @@ def _plain(text: str, number: int, carrier_role: Role) -> Line:
             break
         process, stream = tag["process"], f"{tag['process']} {tag['pid']}"
         server = server or role_of(process) == "api"
+        named = tag["rank"] or tag["tp"] or (_RANK.search(process) or [None, None])[1]
+        rank = int(named) if named is not None else rank
         text = text[tag.end() :]
     # Behind the server's tag another one may be a client's words, on a line of their own: the server answers for them.
     role: Role = ("api" if server else "engine") if process else carrier_role
     level, source, text, concluded = _record(text)
     if not process and concluded:
         role = concluded
-    return Line(number, text[:MAX_TEXT], role, process, stream, level, source, bool(process))
+    return Line(number, text[:MAX_TEXT], role, process, stream, level, source, bool(process), rank)
 
 
 def _record(text: str) -> tuple[str, str, str, Role]:
@@ -153,6 +170,15 @@ def _record(text: str) -> tuple[str, str, str, Role]:
     if match is not None:
         return _GLOG_LEVELS[match["level"]], "", text[match.end() :], ""
     return "", "", text, ""
+
+
+def _docker_line(text: str) -> str:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    line = data.get("log") if isinstance(data, dict) else None
+    return line.rstrip("\r\n") if isinstance(line, str) else text
 
 
 def _json_record(text: str, number: int) -> Line | None:

@@ -26,6 +26,7 @@ _COUNTS = {
 }
 _KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
 _CACHE = "cache_config_info"
+_SLEEP = "engine_sleep_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class EngineLoad:
     """What the engine says of itself: requests now, the share of KV blocks in use (0 to 1), counters since its start.
 
     ``request_success_total`` counts every finished request whatever the reason. ``kv_cache_tokens`` is the size of the
-    KV cache in tokens. ``None``: this page does not say.
+    KV cache in tokens; ``asleep`` a sleep mode of 0.11.2 and later. ``None``: this page does not say.
     """
 
     running: int | None = None
@@ -44,6 +45,7 @@ class EngineLoad:
     generation_tokens_total: int | None = None
     request_success_total: int | None = None
     kv_cache_tokens: int | None = None
+    asleep: bool | None = None
 
     @property
     def known(self) -> bool:
@@ -60,6 +62,7 @@ def parse_metrics(page: str) -> EngineLoad:
     counts: dict[str, float] = {}
     usage: dict[str, float] = {}
     tokens: int | None = None
+    asleep: bool | None = None
     for line in page.split("\n"):
         if not line.startswith(_PREFIX):
             continue
@@ -73,9 +76,12 @@ def parse_metrics(page: str) -> EngineLoad:
         elif name == _CACHE:
             size = _cache_tokens(labels)
             tokens = tokens if size is None else size + (tokens or 0)
+        elif name == _SLEEP and 'sleep_state="awake"' in labels:
+            asleep = value == 0 or bool(asleep)
     return EngineLoad(
         kv_usage=next((usage[name] for name in _KV_USAGE if name in usage), None),
         kv_cache_tokens=tokens,
+        asleep=asleep,
         **{name: round(value) for name, value in counts.items()},
     )
 

@@ -6,11 +6,14 @@ Sources: torch 2.1-2.13 ``c10/cuda/CUDACachingAllocator.cpp`` for the text; vLLM
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from supervisord_vllm.core.diagnosis import Action, Kind, Number
-from supervisord_vllm.core.facts import Phase
 from supervisord_vllm.engine.frames import has
 from supervisord_vllm.engine.signature import Catalogue, Cure, Outcome, number
+
+if TYPE_CHECKING:
+    from supervisord_vllm.core.facts import Phase
 
 _PROCESS = re.compile(r"Process \d{1,10} has (?P<size_gib>[\d.]+ (?:bytes|KiB|MiB|GiB)) memory in use")
 

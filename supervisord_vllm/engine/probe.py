@@ -19,11 +19,14 @@ from typing import Any, Literal, final
 
 import aiohttp
 
+from supervisord_vllm.core.progress import Answer
 from supervisord_vllm.engine.metrics import EngineLoad, parse_metrics
 
 LARGEST_REPLY = 4 << 20
 """Bytes; a /metrics page of a server with many models is some 100 KiB."""
 LONGEST_DETAIL = 300
+NO_ANSWER = 0
+"""What `EngineClient.health` says of a server that accepts but does not answer in time: busy, perhaps hung."""
 
 Served = Literal["auto", "completions", "chat", "embeddings"]
 
@@ -40,11 +43,12 @@ _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """Whether the one-token request was answered, by which endpoint or why not, and how long it took."""
+    """Whether the one-token request was answered, by which endpoint or why not, how long it took, and the last status."""
 
     ok: bool
     detail: str
     seconds: float
+    status: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class _Reply:
     status: int
     body: bytes
 
-    def json(self) -> Any:  # noqa: ANN401 - whatever a server sends
+    def json(self) -> Any:
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -95,6 +99,7 @@ class EngineClient:
         self._timeout = timeout
         self._canary_timeout = canary_timeout
         self._served: Served = "auto"
+        self._last_status: int | None = None
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
@@ -115,9 +120,11 @@ class EngineClient:
         await self._session.close()
 
     async def health(self) -> int | None:
-        """The status of /health, or ``None``: refused, reset, no answer in time."""
+        """The status of /health; `NO_ANSWER` when none came in time, ``None`` when refused or reset."""
         try:
             return (await self._ask("GET", "/health", self._timeout)).status
+        except asyncio.TimeoutError:
+            return NO_ANSWER
         except _FAILURES:
             return None
 
@@ -142,9 +149,10 @@ class EngineClient:
     async def canary(self, served: Served = "auto") -> CanaryResult:
         """Ask for one token. ``auto`` tries completions, then chat, then embeddings, and remembers what answered."""
         begun = time.monotonic()
+        self._last_status = None
 
         def result(ok: bool, detail: str) -> CanaryResult:
-            return CanaryResult(ok, detail[:LONGEST_DETAIL], time.monotonic() - begun)
+            return CanaryResult(ok, detail[:LONGEST_DETAIL], time.monotonic() - begun, self._last_status)
 
         try:
             return result(*await asyncio.wait_for(self._canary(served), self._canary_timeout))
@@ -153,15 +161,46 @@ class EngineClient:
         except _FAILURES as error:
             return result(False, f"{type(error).__name__}: {error}")
 
-    async def _canary(self, served: Served) -> tuple[bool, str]:
-        reply = await self._ask("GET", "/v1/models", self._canary_timeout)
+    async def heartbeat(self, served: Served, seconds: float) -> Answer:
+        """Whether an engine from which nothing comes out still answers a request of one token within ``seconds``.
+
+        Only silence says that it hangs: an HTTP error is an answer (a paused engine says 503, a full queue too), a
+        refused connection is /health's business, and an engine that says that it sleeps is left alone.
+        """
+        if await self._asleep():
+            return "asleep"
+        begun = time.monotonic()
+        try:
+            await asyncio.wait_for(self._canary(served, seconds), seconds)
+        except asyncio.TimeoutError:
+            return "silent"
+        except _FAILURES:
+            return "silent" if time.monotonic() - begun >= seconds else "refused"
+        return "answered"
+
+    async def _asleep(self) -> bool:
+        """Whether it says that it sleeps or is paused: /is_sleeping (0.8.5 on) and /is_paused (0.12 on) answer in dev
+        mode alone, which sleeping needs as well."""
+        for path, key in (("/is_sleeping", "is_sleeping"), ("/is_paused", "is_paused")):
+            try:
+                reply = await self._ask("GET", path, self._timeout)
+            except _FAILURES:
+                return False
+            answer = reply.json() if reply.status == 200 else None
+            if isinstance(answer, dict) and answer.get(key) is True:
+                return True
+        return False
+
+    async def _canary(self, served: Served, seconds: float | None = None) -> tuple[bool, str]:
+        patience = self._canary_timeout if seconds is None else seconds
+        reply = await self._ask("GET", "/v1/models", patience)
         model = _first_model(reply.json()) if reply.status == 200 else None
         if model is None:
             return False, f"/v1/models: {_reason(reply)}"
         known = self._served if served == "auto" else served
         refusals: list[str] = []
         for kind in _PATHS if known == "auto" else (known,):
-            reply = await self._ask("POST", _PATHS[kind], self._canary_timeout, _request(kind, model))
+            reply = await self._ask("POST", _PATHS[kind], patience, _request(kind, model))
             if reply.status == 200:
                 if not _has_result(reply.json()):
                     return False, f"{_PATHS[kind]}: 200 without a result"
@@ -186,6 +225,7 @@ class EngineClient:
                 read += chunk
                 if len(read) > LARGEST_REPLY:
                     raise ValueError(f"reply of more than {LARGEST_REPLY >> 20} MiB")
+            self._last_status = response.status
             return _Reply(response.status, bytes(read))
 
 

@@ -8,15 +8,26 @@ What a line is used for (``use``):
 
 * ``cause``: names what went wrong;
 * ``symptom``: says that something died, used when nothing names a cause;
-* ``fatal``, ``start-failed``, ``raised``, ``dead``: stage markers (engine died in service, engine did not start, a
-  worker raised, the server says that the engine is dead); they carry no kind;
+* ``fatal``, ``start-failed``, ``died``, ``raised``, ``dead``: stage markers (engine died in service, engine did not
+  start, engine died where the text does not say which, a worker raised, the server says that the engine is dead); they
+  carry no kind;
 * ``wrapper``: after-shocks and covers that must never be taken for a cause;
 * ``stopping``: the server was told to stop, what follows is no cause;
-* ``phase``: the start entered a new phase; ``ledger``: numbers of the memory account; ``stats``: the load line.
+* ``phase``: the start entered a new phase; ``ledger``: numbers of the memory account; ``stats``: the load line;
+* ``note``: no verdict by itself, but one that the rules of `supervisord_vllm.engine.circumstance` weigh (how often it
+  was seen, and its numbers): a neighbour's process in a pasted ``nvidia-smi``, an exit status in a journal, a
+  sixty-second notice.
 
 Whose line (``role``): ``engine`` = engine processes, or untagged and shaped like an exception or an error record;
 ``startup`` = any process, but only before the engine serves (nothing a client sends can be in the log yet);
 ``server`` = the API server or untagged; ``any``.
+
+Further keys: ``starts``: the message must begin with one of these (every signature that an INFO record may carry has
+them: by them the fast path of `supervisord_vllm.engine.ordinary` knows which INFO records it may pass over);
+``frames``: functions of the writer's latest traceback, one of which must be there; ``alone``: counts even where nothing
+died; ``beside``: never in an engine's own output, so only believed in files that may hold more than it; ``literals``:
+what vLLM's own source must contain for the message to exist (default: the anchor); ``example`` and ``counter``: texts
+that must and must not match, both tested.
 
 Raises `SignatureError` for a file that is wrong, naming file, signature and fault; the shipped files are tested.
 """
@@ -27,7 +38,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal, cast, get_args
 
@@ -44,17 +55,20 @@ Use = Literal[
     "fatal",
     "start-failed",
     "raised",
+    "died",
     "dead",
     "wrapper",
     "stopping",
     "phase",
     "ledger",
     "stats",
+    "note",
 ]
 Whose = Literal["engine", "startup", "server", "any"]
 
+_VLLM_SOURCE = re.compile(r"(?:^|[ ,;])[\w/]{1,80}\.py\b")
 _UNITS = {"bytes": 1 / (1 << 30), "KiB": 1 / (1 << 20), "MiB": 1 / (1 << 10), "GiB": 1.0, "GB": 1.0}
-_FRACTIONS = ("_gib", "_s", "util", "concurrency", "kv_usage", "_tps")
+_FRACTIONS = ("_gib", "_s", "util", "concurrency", "kv_usage", "_tps", "_fraction")
 
 
 class SignatureError(ValueError):
@@ -96,8 +110,8 @@ class Signature:
     id: str
     use: Use
     anchor: str
-    pattern: re.Pattern[str] | None
-    extract: tuple[re.Pattern[str], ...]
+    pattern_text: str | None
+    extract_texts: tuple[str, ...]
     role: Whose
     level: Literal["error", "any"]
     bare: bool
@@ -106,17 +120,42 @@ class Signature:
     seen: str
     source: str
     outcome: Outcome | None
+    file: str = ""
+    starts: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()
+    alone: bool = False
+    beside: bool = False
+    literals: tuple[str, ...] = ()
+    example: str = ""
+    counter: tuple[str, ...] = ()
+
+    @property
+    def pattern(self) -> re.Pattern[str] | None:
+        """The pattern that must match, compiled when it is first wanted."""
+        return None if self.pattern_text is None else _compiled(self.pattern_text)
+
+    @property
+    def extract(self) -> tuple[re.Pattern[str], ...]:
+        """The patterns that may match."""
+        return tuple(_compiled(text) for text in self.extract_texts)
+
+    @property
+    def vllms(self) -> bool:
+        """Whether vLLM's own Python prints the message, so that its source can be searched for it."""
+        return _VLLM_SOURCE.search(self.source) is not None
 
     def match(self, text: str) -> dict[str, Number] | None:
         """The numbers that the message prints if it is this one, else ``None``. The anchor is known to be in it."""
         numbers: dict[str, Number] = {}
-        if self.pattern is not None:
-            found = self.pattern.search(text)
+        if self.starts and not text.startswith(self.starts):
+            return None
+        if self.pattern_text is not None:
+            found = _compiled(self.pattern_text).search(text)
             if found is None:
                 return None
             numbers.update(_numbers(found))
-        for pattern in self.extract:
-            found = pattern.search(text)
+        for pattern in self.extract_texts:
+            found = _compiled(pattern).search(text)
             if found is not None:
                 numbers.update(_numbers(found))
         return numbers
@@ -135,6 +174,9 @@ class Stage:
     outcome: Outcome
 
 
+_ORDINARY_USES = ("phase", "ledger", "stats", "stopping", "note", "symptom")
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """All signatures, grouped by anchor for the pre-filter, and the stages in order."""
@@ -143,21 +185,41 @@ class Catalogue:
     stages: tuple[Stage, ...]
     by_anchor: tuple[tuple[str, tuple[Signature, ...]], ...]
 
-    def matches(self, text: str) -> list[tuple[Signature, dict[str, Number]]]:
-        """Every signature whose message this is, with its numbers; the surest, then the longest anchor, first."""
+    def anchored(self, text: str) -> list[tuple[Signature, ...]]:
+        """The signatures whose anchor occurs: the pre-filter that spares most lines everything else."""
+        return [group for anchor, group in self.by_anchor if anchor in text]
+
+    def matches(
+        self, text: str, anchored: list[tuple[Signature, ...]] | None = None
+    ) -> list[tuple[Signature, dict[str, Number]]]:
+        """Every signature whose message this is, with its numbers; the surest, then the longest anchor, first.
+        ``anchored``: what `anchored` said of the line that the text is a part of.
+        """
         found = []
-        for anchor, group in self.by_anchor:
-            if anchor in text:
-                for signature in group:
-                    numbers = signature.match(text)
-                    if numbers is not None:
-                        found.append((signature, numbers))
-        found.sort(key=lambda hit: (-(hit[0].outcome.confidence if hit[0].outcome else 0), -len(hit[0].anchor)))
+        for group in self.anchored(text) if anchored is None else anchored:
+            if group[0].anchor not in text:
+                continue
+            for signature in group:
+                numbers = signature.match(text)
+                if numbers is not None:
+                    found.append((signature, numbers))
+        if len(found) > 1:
+            found.sort(key=lambda hit: (-(hit[0].outcome.confidence if hit[0].outcome else 0), -len(hit[0].anchor)))
         return found
 
-    def hints(self, text: str) -> bool:
-        """Whether any anchor occurs: the pre-filter that spares most lines everything else."""
-        return any(anchor in text for anchor, _ in self.by_anchor)
+    @property
+    def told_at_info(self) -> tuple[str, ...]:
+        """How the messages begin that count although their record is an INFO or DEBUG one."""
+        return tuple(
+            sorted(
+                {start for s in self.signatures if s.level == "any" and s.use in _ORDINARY_USES for start in s.starts}
+            )
+        )
+
+
+@cache  # bounded by the number of signatures
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 def _numbers(match: re.Match[str]) -> dict[str, Number]:
@@ -182,16 +244,48 @@ def number(name: str, printed: str) -> Number:
         return printed
 
 
+VERIFIED = ("0.6.0", "0.33.0")
+"""The first and the last release of vLLM whose source was read for the signatures (30 releases in between)."""
+
+
+def verified_range() -> tuple[str, str]:
+    """The releases of vLLM that the signatures were checked against, the first and the last."""
+    return VERIFIED
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``0.26.1rc1.dev77+cu130`` → ``(0, 26, 1)``; empty for what is no version."""
+    match = re.match(r"v?(\d{1,6}(?:\.\d{1,6}){0,3})", version)
+    return tuple(int(part) for part in match[1].split(".")) if match is not None else ()
+
+
+def outside_verified(version: str) -> str | None:
+    """One sentence for an operator whose engine is of another release than those; ``None`` where it is one of them, or
+    where it cannot be told. A later patch of the last release counts as verified.
+    """
+    now, (first, last) = release(version), VERIFIED
+    if not now or (release(first) <= now and now[:2] <= release(last)[:2]):
+        return None
+    return (
+        f"vLLM {version} is outside of the releases whose messages were verified ({first} to {last}): an "
+        f"unknown message "
+        "is told as unknown and changes no configuration; `vllm-supervise signatures verify` says what it no "
+        "longer prints."
+    )
+
+
 @lru_cache(maxsize=1)
 def catalogue() -> Catalogue:
     """The shipped signatures, compiled once per process."""
     folder = resources.files("supervisord_vllm.engine") / "signatures"
     files = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".toml")), key=lambda e: e.name)
-    return compile_catalogue((entry.name, entry.read_text("utf-8")) for entry in files)
+    return compile_catalogue(((entry.name, entry.read_text("utf-8")) for entry in files), trusted=True)
 
 
-def compile_catalogue(files: Iterable[tuple[str, str]]) -> Catalogue:
-    """Signatures from the texts of their files; ``(name, text)`` pairs."""
+def compile_catalogue(files: Iterable[tuple[str, str]], *, trusted: bool = False) -> Catalogue:
+    """Signatures from the texts of their files; ``(name, text)`` pairs. The patterns of ``trusted`` files (the shipped
+    ones, which the tests compile) are compiled when they are first wanted.
+    """
     signatures: list[Signature] = []
     stages: list[Stage] = []
     for name, text in files:
@@ -199,12 +293,17 @@ def compile_catalogue(files: Iterable[tuple[str, str]]) -> Catalogue:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise SignatureError(f"{name}: {error}") from error
+        for entry in data.get("signature", ()):
+            entry.setdefault("file", name)
         signatures += [_checked(name, entry, _signature) for entry in data.get("signature", ())]
         stages += [_checked(name, entry, _stage) for entry in data.get("stage", ())]
+    if not trusted:
+        for signature in signatures:
+            _checked(signature.file, {"id": signature.id}, lambda _, s=signature: (s.pattern, s.extract))
     ids = [s.id for s in signatures] + [s.outcome.id for s in stages]
-    for identity in ids:
-        if ids.count(identity) > 1:
-            raise SignatureError(f"signature id {identity!r} is used twice")
+    if len(set(ids)) < len(ids):
+        twice = next(identity for identity in ids if ids.count(identity) > 1)
+        raise SignatureError(f"signature id {twice!r} is used twice")
     groups: dict[str, list[Signature]] = {}
     for signature in signatures:
         groups.setdefault(signature.anchor, []).append(signature)
@@ -234,8 +333,8 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         id=entry["id"],
         use=use,
         anchor=entry["anchor"],
-        pattern=re.compile(entry["pattern"]) if "pattern" in entry else None,
-        extract=tuple(re.compile(pattern) for pattern in entry.get("extract", ())),
+        pattern_text=entry.get("pattern"),
+        extract_texts=tuple(entry.get("extract", ())),
         role=role,
         level=entry.get("level", "error"),
         bare=bool(entry.get("bare", False)),
@@ -244,6 +343,14 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         seen=entry.get("seen", ""),
         source=entry.get("source", ""),
         outcome=_outcome(entry) if use in ("cause", "symptom") and not staged else None,
+        file=entry["file"],
+        starts=tuple(entry.get("starts", ())),
+        frames=tuple(entry.get("frames", ())),
+        alone=bool(entry.get("alone", False)),
+        beside=bool(entry.get("beside", False)),
+        literals=tuple(entry.get("literals", (entry["anchor"],))),
+        example=entry.get("example", ""),
+        counter=tuple(entry.get("counter", ())),
     )
 
 

@@ -1,14 +1,15 @@
 """What vLLM's ten-second load line shows when nothing failed: a queue that does not move, or too much of it.
 
-Only the last `WINDOW` lines count (ten minutes at the default interval). A verdict from these lines never changes a
-configuration: the metrics, not the log, are what pressure and hangs are judged by while an engine runs.
+Only the last `WINDOW` lines count (ten minutes at the default interval); they are kept as they came and read when a
+verdict is asked for. A verdict from these lines never changes a configuration: the metrics, not the log, are what
+pressure and hangs are judged by while an engine runs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from supervisord_vllm.core.diagnosis import Action, Kind, Number
+from supervisord_vllm.core.diagnosis import Action, Evidence, Kind, Number
 from supervisord_vllm.engine.signature import Outcome
 
 WINDOW = 60
@@ -47,15 +48,17 @@ SLOT_BOUND = Outcome(
     confidence=0.7,
 )
 
+Verdict = tuple[Outcome, dict[str, Number], Evidence]
+
 
 class Load:
-    """Collects load lines."""
+    """Collects load lines: the numbers that each printed, and the line as evidence."""
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[str, dict[str, Number]]] = deque(maxlen=WINDOW)
+        self._lines: deque[tuple[str, dict[str, Number], Evidence]] = deque(maxlen=WINDOW)
         self._stalled = 0
 
-    def feed(self, printed: dict[str, Number]) -> None:
+    def feed(self, printed: dict[str, Number], evidence: Evidence) -> None:
         """Note one line: prompt_tps, generation_tps, running, waiting, kv_usage_pct, preemptions."""
         numbers = {name: value for name, value in printed.items() if name != "kv_usage_pct"}
         usage = _float(printed, "kv_usage_pct") / 100
@@ -69,16 +72,26 @@ class Load:
                 shape = KV_BOUND.id
             elif running > 0 and waiting >= QUEUE_FACTOR * running:
                 shape = SLOT_BOUND.id
-        self._lines.append((shape, numbers))
+        self._lines.append((shape, numbers, evidence))
 
-    def judge(self) -> tuple[Outcome, dict[str, Number]] | None:
+    @property
+    def last(self) -> dict[str, Number]:
+        """The numbers of the last load line, empty where there was none."""
+        return dict(self._lines[-1][1]) if self._lines else {}
+
+    @property
+    def stalled(self) -> int:
+        """How many of the last lines in a row showed requests and no token."""
+        return self._stalled
+
+    def judge(self) -> Verdict | None:
         """The verdict on the load, with the numbers of the line that shows it best, or ``None``."""
         if self._stalled >= STALLED_LINES:
-            return HUNG, self._lines[-1][1]
+            return HUNG, self._lines[-1][1], self._lines[-1][2]
         for outcome in (KV_BOUND, SLOT_BOUND):
-            bound = [numbers for shape, numbers in self._lines if shape == outcome.id]
+            bound = [(numbers, evidence) for shape, numbers, evidence in self._lines if shape == outcome.id]
             if len(bound) >= max(OVERLOADED_LINES, OVERLOADED_SHARE * len(self._lines)):
-                return outcome, bound[0]
+                return outcome, *bound[0]
         return None
 
 

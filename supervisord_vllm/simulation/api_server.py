@@ -141,6 +141,7 @@ class ApiServer:
             await self._leave_silently(client)
         if ready is None:
             await client.end(0)
+            await asyncio.sleep(self.card.timing.failed_start / self.card.timing.speed)
             self._fail("engine_failed", texts.ENGINE_FAILED)
         # Only now: aiohttp is most of what the stand-in has to import, and a start that fails does without it.
         from aiohttp import web

@@ -83,7 +83,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds on the real card; the stages of a start, of a stop and the 503 window are divided by ``speed``.
+    """Seconds on the real card; the stages of a start, of a stop, the 503 window and the time from EngineCore's last
+    word in a start that fails to the exit (``failed_start``) are divided by ``speed``.
     ``token`` and ``prefill`` (per 1,000 tokens) are the times of a step and are not scaled."""
 
     speed: float
@@ -96,6 +97,7 @@ class Timing:
     warm_up: float
     capture: float
     death_window: float
+    failed_start: float
     stop: float
     token: float
     prefill: float
@@ -157,6 +159,7 @@ _TIMING_KEYS: Mapping[str, str] = {
     "warm-up": _TIME,
     "capture": _TIME,
     "death-window": _TIME,
+    "failed-start": _TIME,
     "stop": _TIME,
     "token": _TIME,
     "prefill": _TIME,
@@ -193,7 +196,15 @@ def parse_card(text: str, place: str = "card", folder: Path | None = None) -> Ca
     Raises:
         CardError: as for `read_card`.
     """
-    data = _merged(text, place, folder, ())
+    return _built(_merged(text, place, folder, ()), place)
+
+
+def card_from(data: dict[str, Any], place: str, folder: Path | None = None) -> Card:
+    """The same from tables that were read already (``base`` among them); raises `CardError`."""
+    return _built(_laid_over(dict(data), place, folder, ()), place)
+
+
+def _built(data: dict[str, Any], place: str) -> Card:
     device = _table(data, "card", place)
     models = data.get("model")
     if not isinstance(models, dict) or not models:
@@ -252,6 +263,10 @@ def _merged(text: str, place: str, folder: Path | None, seen: tuple[str, ...]) -
         raise CardError(f"{place}: no TOML: {error}") from None
     if data.get("schema") != SCHEMA:
         raise CardError(f"{place}: schema = {SCHEMA} must be set (found {data.get('schema')!r})")
+    return _laid_over(data, place, folder, seen)
+
+
+def _laid_over(data: dict[str, Any], place: str, folder: Path | None, seen: tuple[str, ...]) -> dict[str, Any]:
     for key in data:
         if key not in _TOP_KEYS:
             raise CardError(f"{place}: unknown key {key!r}; known are {', '.join(_TOP_KEYS)}")

@@ -15,6 +15,18 @@ WAIT_FOR_NEIGHBOUR = 30.0
 """Seconds that a launch waits for a neighbour that was announced."""
 
 
+_LEAVE = """
+import pathlib, subprocess, sys
+line = [line for line in open("/proc/self/cgroup") if line.startswith("0::")]
+inside = pathlib.Path(line[0].strip()[4:] if line else "")
+for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+    procs = pathlib.Path(mount, inside.parent, "cgroup.procs")
+    if inside.name.startswith("supervise-") and pathlib.Path(mount, inside).is_dir():
+        procs.write_text("0")
+"""
+"""A neighbour is nobody's relation: whoever starts it leaves the launch's cgroup first, if it is in one."""
+
+
 class FaultPlan:
     """Faults of the card's file and of ``SIMULATED_FAULTS`` that belong to this launch. Raises `FaultError`."""
 
@@ -50,9 +62,7 @@ class FaultPlan:
             command = [sys.executable, "-m", "supervisord_vllm.simulation.neighbour", "--card", str(self._shared.path)]
             command += ["--bytes", f"{size}B", *(["--for", f"{fault.seconds:f}s"] if fault.seconds is not None else [])]
             environment = {key: value for key, value in os.environ.items() if not key.startswith("SUPERVISE_")}
-            launcher = (
-                "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=-3, stdout=-3)"
-            )
+            launcher = _LEAVE + "subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=-3, stdout=-3)"
             subprocess.run([sys.executable, "-c", launcher, *command], env=environment, check=True)
             size += before
         deadline = time.monotonic() + WAIT_FOR_NEIGHBOUR

@@ -69,6 +69,10 @@ def open_for_writing(path: Path, warn: Warn) -> sqlite3.Connection:
     try:
         return _prepared(path)
     except (sqlite3.Error, OSError) as error:
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            # Somebody reads it in a way that shuts us out (a backup): it is good, and it is theirs for now.
+            warn(f"store {path} is locked by another program; the history of this run is kept in memory only")
+            return _with_tables(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
         set_aside(path, str(error), warn)
     try:
         return _prepared(path)

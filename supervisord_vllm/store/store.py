@@ -216,6 +216,10 @@ class Store:
         except ValueError:
             return None
 
+    def forget_good(self, fingerprint: str) -> None:
+        """Forget the last known good of a fingerprint (an operator's ``reset``)."""
+        self.set_meta(_GOOD + fingerprint, None)
+
     def set_meta(self, key: str, value: Json) -> None:
         """Remember a JSON value across restarts (``held``, ...); ``None`` forgets it."""
         if value is None:
