@@ -9,44 +9,45 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import simulated_days
-
+from simulated_days import day, policy_of, scenario_of
 from supervisord_vllm.core.facts import Fact
 from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.state import State
-from supervisord_vllm.rehearsal import play as playing
+from supervisord_vllm.rehearsal.play import Play
 
 DAYS = 100
 
 
+@dataclass
+class Noted(Play):
+    """A play that notes what `decide` was asked."""
+
+    asked: list[tuple[State, Fact]] = field(default_factory=list)
+
+    def _step(self, fact: Fact) -> None:
+        self.asked.append((self.state, fact))
+        super()._step(fact)
+
+
 def main() -> None:
     """Print both figures."""
-    seen: list[tuple[object, State, Fact]] = []
-    original = playing.decide
-
-    def noting(policy: object, state: State, fact: Fact) -> object:
-        seen.append((policy, state, fact))
-        return original(policy, state, fact)  # type: ignore[arg-type]  # passed through as it came
-
-    days = []
+    days, times = [], []
     for seed in range(DAYS):
         began = time.perf_counter()
-        simulated_days.day(seed)
+        day(seed)
         days.append(time.perf_counter() - began)
-    playing.decide = noting  # type: ignore[assignment]
-    for seed in range(DAYS):
-        simulated_days.day(seed)
-    playing.decide = original
-    random.Random(1).shuffle(seen)
-    times = []
-    for policy, state, fact in seen:
-        began = time.perf_counter()
-        decide(policy, state, fact)  # type: ignore[arg-type]  # as recorded
-        times.append(time.perf_counter() - began)
+        rng = random.Random(seed)  # noqa: S311 - a reproducible draw, no secret
+        noted = Noted(policy_of(rng), scenario_of(rng, seed))
+        noted.run()
+        for state, fact in noted.asked:
+            began = time.perf_counter()
+            decide(noted.policy, state, fact)
+            times.append(time.perf_counter() - began)
     times.sort()
     print(f"decide: {len(times)} facts of {DAYS} days")
     print(f"  mean   {statistics.mean(times) * 1e6:7.1f} µs")

@@ -126,6 +126,7 @@ class Daemon:
         return replace(
             snapshot_of(self.policy, self.state, Now.read()),
             memory=self._sampler.last or (),
+            memory_age_s=self._sampler.age_s,
             memory_error=self._memory_error,
             load=self._launch.load if self._launch is not None else None,
             outcome=None if last is None else self._chronicle.outcome(last.number),

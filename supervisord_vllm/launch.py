@@ -170,9 +170,7 @@ class EngineLaunch:
         try:
             self._child = await spawn(order.argv, order.env, cwd=order.cwd, log_path=order.log, marker=order.marker)
         except SpawnError as error:
-            failed = SpawnFailed(
-                at_ns=boottime_ns(), launch=order.number, error=str(error), lasting=error.lasting
-            )
+            failed = SpawnFailed(at_ns=boottime_ns(), launch=order.number, error=str(error), lasting=error.lasting)
             self._out.post(failed)
             return
         self._out.post(

@@ -66,6 +66,7 @@ class Snapshot:
     launch: LaunchView | None = None
     memory: tuple[DeviceMemory, ...] = ()
     memory_error: str | None = None
+    memory_age_s: float | None = None
     load: EngineLoad | None = None
     decision: Decision | None = None
     outcome: str | None = None
@@ -163,6 +164,7 @@ def status_document(snapshot: Snapshot) -> Document:
         "degraded_levers": list(degraded),
         "memory": [_device(device, launch) for device in snapshot.memory],
         "memory_error": snapshot.memory_error,
+        "memory_age_s": None if snapshot.memory_age_s is None else round(snapshot.memory_age_s, 1),
         "load": None if snapshot.load is None else snapshot.load.to_json(),
         "decision": _last_decision(snapshot),
         "next": {
@@ -202,6 +204,7 @@ def status_from_history(name: str, history: History) -> Document:
         "degraded_levers": [],
         "memory": [],
         "memory_error": None,
+        "memory_age_s": None,
         "load": None,
         "decision": None if decision is None else recorded_decision_document(decision),
         "next": {"what": "nothing: no daemon runs", "at": None},

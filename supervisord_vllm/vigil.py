@@ -1,8 +1,8 @@
 """The vigil over one living engine: samples for the rules of `core.progress`, and their verdict as one fact.
 
 Until the first healthy answer it watches the start (lines, caches, processor time), after that what /metrics counts
-and, where nothing moves, whether one token still comes. High-volume samples end here; only a verdict (`Stalled`) is posted,
-once. It must be cancelled before a stop signal is sent: a stopping engine may be silent.
+and, where nothing moves, whether one token still comes. High-volume samples end here; only a verdict (`Stalled`) is
+posted, once. It must be cancelled before a stop signal is sent: a stopping engine may be silent.
 """
 
 from __future__ import annotations

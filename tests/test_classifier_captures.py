@@ -112,6 +112,7 @@ def test_the_whole_account_of_a_start_is_in_the_ledger() -> None:
     assert ledger == {
         "version": "0.26.0",
         "port": 8100,
+        "compile_cold_s": 9.22,
         "world_size": 1,
         "util": 0.9,
         "max_model_len": 8192,

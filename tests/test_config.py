@@ -65,9 +65,7 @@ def test_the_defaults_are_those_of_the_core(loaded: Load) -> None:
     from supervisord_vllm.core.policy import Policy
 
     made = loaded(MINIMAL).policy
-    assert made == Policy(
-        "qwen", declared=made.declared, fingerprint=made.fingerprint, surroundings=made.surroundings
-    )
+    assert made == Policy("qwen", declared=made.declared, fingerprint=made.fingerprint, surroundings=made.surroundings)
 
 
 def test_a_full_policy_reaches_the_core_in_its_units(loaded: Load) -> None:

@@ -103,6 +103,8 @@ def test_a_group_is_removed_with_its_tree_and_an_abandoned_one_by_the_next_daemo
             group = child.group
             assert group is not None
             assert group.path.is_dir()
+            assert cgroup.of_marker(child.marker) == group
+            child.group = None  # as for an engine that was adopted
         assert not group.path.exists()
         left = cgroup.make(new_marker(child.instance))
         assert left is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from family import alive, as_subreaper, family, start, stranger, until
-from supervisord_vllm.host import procfs, tree
+from supervisord_vllm.host import cgroup, procfs, tree
 from supervisord_vllm.host.exits import Exit
 from supervisord_vllm.host.process import Child, wait_exit
 from supervisord_vllm.host.tree import Identity, Patience
@@ -226,7 +226,7 @@ def test_what_survives_the_deadline_is_named(tmp_path: Path, monkeypatch: pytest
         async with family(tmp_path, "child") as (child, pids):
             with monkeypatch.context() as patched:
                 patched.setattr(tree, "send", lambda identity, number: False)
-                patched.setattr(child, "group", None)
+                patched.setattr(cgroup.LaunchGroup, "kill", lambda group: False)
                 survivors = await tree.end_tree(child, patience=Patience(deadline=0.2))
             assert {ref.pid for ref in survivors} == {pids["main"], pids["child"]}
             assert all(ref.ours and ref.command.startswith("python") for ref in survivors)

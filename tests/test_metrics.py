@@ -19,7 +19,10 @@ CAPTURES = Path(__file__).parent / "data" / "captures"
         ("cpu-vllm-0.32.0/metrics-busy.txt", EngineLoad(4, 0, 0.007827788649706457, 0, 30, 123, 3, 65536, False)),
         ("cpu-vllm-0.32.0/metrics-after.txt", EngineLoad(0, 0, 0.0, 0, 30, 420, 7, 65536, False)),
         ("cpu-vllm-0.32.0/metrics-queueing.txt", EngineLoad(10, 30, 0.967741935483871, 0, 679, 668, 1, 1024, False)),
-        ("h200-vllm-0.26.0/30-pressure-u135-s256.metrics", EngineLoad(0, 0, 0.0, 147, 205_600, 120_000, 400, 60128, False)),
+        (
+            "h200-vllm-0.26.0/30-pressure-u135-s256.metrics",
+            EngineLoad(0, 0, 0.0, 147, 205_600, 120_000, 400, 60128, False),
+        ),
     ],
 )
 def test_pages_of_real_engines_are_read(capture: str, expected: EngineLoad) -> None:

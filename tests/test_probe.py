@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from supervisord_vllm.engine.metrics import EngineLoad
-from supervisord_vllm.engine.probe import NO_ANSWER, LARGEST_REPLY, EngineClient
+from supervisord_vllm.engine.probe import LARGEST_REPLY, NO_ANSWER, EngineClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODELS = {"data": [{"id": "adapter", "parent": "tiny"}, {"id": "tiny", "parent": None}]}

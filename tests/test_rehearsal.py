@@ -220,13 +220,13 @@ def test_a_day_takes_well_under_half_a_second() -> None:
 
 
 def test_one_day_is_the_same_in_two_interpreters_with_other_hash_seeds() -> None:
+    program = (
+        "import json, simulated_days\nfrom supervisord_vllm.rehearsal.story import document\n"
+        "print(json.dumps([document(simulated_days.day(seed)) for seed in (4, 11)]))"
+    )
     outputs = []
     for hash_seed in ("1", "4242"):
-        command = [
-            sys.executable,
-            "-c",
-            "import simulated_days as d, json; from supervisord_vllm.rehearsal.story import document\nprint(json.dumps([document(d.day(s)) for s in (4, 11)]))",
-        ]
+        command = [sys.executable, "-c", program]
         environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "PATH": "/usr/bin:/bin"}
         outputs.append(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert outputs[0] == outputs[1]
@@ -235,7 +235,7 @@ def test_one_day_is_the_same_in_two_interpreters_with_other_hash_seeds() -> None
 
 def test_the_page_of_the_states_is_what_the_table_says() -> None:
     shown = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
-    assert shown == page(), "run: python -m supervisord_vllm.core.diagram > docs/states.md"
+    assert shown == page(), "run: python scripts/states.py"
 
 
 def test_the_record_of_long_runs_is_read_back(tmp_path: Path) -> None:

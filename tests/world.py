@@ -217,7 +217,8 @@ class World:
         if outcome.unexecuted is not None:
             self.living = None
             failed = SpawnFailed(at_ns=0, launch=launch, error=outcome.unexecuted, lasting=outcome.lasting)
-            return self.send(0.01, failed)
+            self.send(0.01, failed)
+            return
         self.send(0.01, Spawned(at_ns=0, launch=launch, pid=4000 + launch, start_ticks=1, argv=("vllm",), log="l"))
         if outcome.numbers:
             self.send(1.0, LedgerSeen(at_ns=0, launch=launch, numbers=outcome.numbers))

@@ -42,7 +42,7 @@ def contradictions(file: PolicyFile, folder: Path) -> Iterator[Problem]:
     yield from _couplings(file)
     address = file.http.address
     if address is not None and address[1] == file.engine.port:
-        yield ("http", "listen"), f"port {address[1]} is the engine's; give another one, or \"\" for none"
+        yield ("http", "listen"), f'port {address[1]} is the engine\'s; give another one, or "" for none'
 
 
 def _command(file: PolicyFile) -> Iterator[Problem]:

@@ -111,7 +111,15 @@ def command_idle(policy: Policy, state: State, fact: Commanded) -> Step:
     # What an earlier launch may have left is ended first: a start after a stop that hung must not make two engines.
     target = policy.declared if state.good is None else state.good
     fresh = replace(
-        state, incident=Incident(), restarts=(), failures=0, launch=None, given_up=None, target=target, environment=()
+        state,
+        incident=Incident(),
+        restarts=(),
+        failures=0,
+        recurring=(),
+        launch=None,
+        given_up=None,
+        target=target,
+        environment=(),
     )
     return enter(fresh, StateName.ADOPTING, fact.at_ns), (Reap(),)
 

@@ -57,7 +57,7 @@ def page() -> str:
     meanings = "\n".join(f"| `{name.value}` | {MEANING[name]} |" for name in StateName)
     return f"""# States
 
-This page is written by `python -m supervisord_vllm.core.diagram > docs/states.md`, from the table in `core/machine.py`
+This page is written by `python scripts/states.py`, from the table in `core/machine.py`
 that the daemon runs by; a test fails where the two differ.
 
 | state | meaning |
@@ -75,7 +75,3 @@ Each cell is what a fact may lead to besides staying; `·` is an explicit ignore
 A fact of another launch than the present one is dropped and counted. `hold` stands beside the states: while it lasts, a
 change of configuration becomes the same again within the budget, and planned changes wait.
 """
-
-
-if __name__ == "__main__":
-    print(page(), end="")  # noqa: T201 - this is its purpose

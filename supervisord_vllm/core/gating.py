@@ -150,7 +150,7 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
 
 
 def _wanted(state: State) -> int | None:
-    """What the launch asks for: the target's utilization; undeclared, what vLLM printed when it refused the last one."""
+    """What the launch asks for: the target's utilization; undeclared, what vLLM printed of the launch before."""
     asked = state.target.number(UTILIZATION)
     if asked is not None or state.incident.cause is None:
         return asked

@@ -321,7 +321,7 @@ def _plan(policy: Policy, state: State, case: Case, choice: Choice, now: int) ->
         text = f"{text} It gets {', '.join(f'{name}={value}' for name, value in environment)}."
     if proofs:
         span = telling.span(policy.window_ns)
-        text = f"{text} It is the {again}th such failure within {span}: a restart does not cure it."
+        text = f"{text} That was failure number {again} of this kind within {span}: a restart does not cure it."
     return text, Plan(StateName.BACKING_OFF, case.target, delay, environment=environment), choice
 
 

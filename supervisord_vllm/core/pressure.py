@@ -267,7 +267,7 @@ def measure(targets: Pressure, samples: Sequence[Sample]) -> Measure:
 
 
 def verdict_on(before: Measure, after: Measure) -> Literal["keep", "roll-back"] | None:
-    """What a change brought, once that can be told: it is taken back only if the loss did not fall under a like load."""
+    """What a change brought, once that can be told: taken back only if the loss did not fall under a like load."""
     alike = before.arrivals > 0 and abs(after.arrivals / before.arrivals - 1) <= ALIKE
     if after.first_tokens >= ENOUGH_TOKENS and alike:
         return "roll-back" if after.loss >= before.loss else "keep"

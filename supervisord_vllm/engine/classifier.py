@@ -454,6 +454,8 @@ class Classifier:
         if signature.use in ("fatal", "start-failed", "died", "raised"):
             if line.process and not line.tagged:
                 return
+            if line.role == "api" and self._serving and self._tagged:
+                return  # a tagged engine says itself that it dies, or its exit does
             if not (self._fatal or self._start_failed or self._raised):
                 self._errors.clear()
             if signature.use == "fatal" or (signature.use == "died" and self._serving):

@@ -16,6 +16,7 @@ from supervisord_vllm.core.diagnosis import Diagnosis
 from supervisord_vllm.engine.circumstance import Outside
 from supervisord_vllm.engine.classifier import Classifier
 from supervisord_vllm.engine.lines import LIMIT, parse, segments
+from supervisord_vllm.engine.signature import Catalogue
 
 if TYPE_CHECKING:
     from supervisord_vllm.core.facts import Phase
@@ -45,9 +46,10 @@ class Launch:
 class Launches:
     """Feed a file's lines in order; then ask for the last verdict and for the launches before it."""
 
-    def __init__(self, outside: Outside | None = None) -> None:
+    def __init__(self, outside: Outside | None = None, signatures: Catalogue | None = None) -> None:
         self._outside = outside or Outside(log_only=True)
-        self._current = Classifier(kernel_lines=True)
+        self._signatures = signatures
+        self._current = Classifier(signatures, kernel_lines=True)
         self._first = 1
         self._started = False
         self._exited = False
@@ -124,15 +126,15 @@ class Launches:
         del self._earlier[:-MAX_EARLIER]
         self._first = self._current.line + 1
         self._started = False
-        self._current = Classifier(kernel_lines=True, number=self._current.line)
+        self._current = Classifier(self._signatures, kernel_lines=True, number=self._current.line)
 
 
 _RAW_HINTS: Final = tuple(hint.encode() for hint in _HINTS)
 
 
-def read(lines: Iterable[bytes | str], outside: Outside | None = None) -> Launches:
+def read(lines: Iterable[bytes | str], outside: Outside | None = None, signatures: Catalogue | None = None) -> Launches:
     """All launches of a file's lines."""
-    launches = Launches(outside)
+    launches = Launches(outside, signatures)
     for line in lines:
         launches.feed(line)
     return launches

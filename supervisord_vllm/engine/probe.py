@@ -43,7 +43,7 @@ _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """Whether the one-token request was answered, by which endpoint or why not, how long it took, and the last status."""
+    """Whether the one-token request was answered, by which endpoint or why not, how long it took, the last status."""
 
     ok: bool
     detail: str
@@ -56,7 +56,7 @@ class _Reply:
     status: int
     body: bytes
 
-    def json(self) -> Any:
+    def json(self) -> Any:  # noqa: ANN401 - whatever a server sends
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):

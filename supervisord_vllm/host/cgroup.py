@@ -72,6 +72,13 @@ def own_group(root: Path = _ROOT) -> Path | None:
     return path if path.is_dir() else None
 
 
+def of_marker(marker: str, root: Path = _ROOT) -> LaunchGroup | None:
+    """The group that a launch was given, by its marker: what a daemon that adopts an engine has to look for."""
+    ours = own_group(root)
+    path = None if ours is None else ours / f"{PREFIX}{marker}"
+    return LaunchGroup(path) if path is not None and path.is_dir() else None
+
+
 def member(pid: int, instance: str) -> bool:
     """Whether a process is in a group of one of this instance's launches."""
     inside = _v2_path(procfs.read(procfs.PROC / str(pid) / "cgroup", 1 << 16) or b"")

@@ -87,8 +87,8 @@ class Gate:
         if names != self._locked:
             self.release()
             try:
-                # Not in a thread: a task that is cancelled meanwhile would lose the locks, held for ever by ourselves. It
-                # never waits, and the folder is on a tmpfs.
+                # Not in a thread: a task that is cancelled meanwhile would lose the locks, held for ever by ourselves.
+                # It never waits, and the folder is on a tmpfs.
                 self._locks = lock_devices(names, lock_dir(self._runtime_dir))
                 self._locked = names
             except LockHeld as held:

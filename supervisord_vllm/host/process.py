@@ -32,8 +32,8 @@ _mains: dict[int, int] = {}
 class SpawnError(Exception):
     """The engine could not be executed; the text is one line that names what and why.
 
-    ``lasting`` says that the next try would fail too: the command is missing or cannot be executed, as against a machine
-    that is out of something at the moment.
+    ``lasting`` says that the next try would fail too: the command is missing or cannot be executed, as against a
+    machine that is out of something at the moment.
     """
 
     def __init__(self, text: str, *, lasting: bool = True) -> None:

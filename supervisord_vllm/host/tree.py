@@ -222,14 +222,15 @@ async def end_tree(child: Child, *, patience: Patience = DEFAULT_PATIENCE) -> tu
     When the main process has ended, its status is collected: afterwards `Child` is history.
     """
     root = Identity(child.pid, child.start_ticks)
-    _, living = await _kill_all(child.instance, (root,), patience, () if child.group is None else (child.group,))
+    group = child.group or await asyncio.to_thread(cgroup.of_marker, child.marker)
+    _, living = await _kill_all(child.instance, (root,), patience, () if group is None else (group,))
     survivors = await asyncio.to_thread(_describe_all, living)
     if root not in living:
         await _exits_within(child, 1.0)  # the kernel may show the zombie a moment before the pidfd is readable
     child.release()
     reap_orphans()
-    if child.group is not None:
-        child.group.remove()
+    if group is not None:
+        group.remove()
     return survivors
 
 
