@@ -92,7 +92,7 @@ def serving() -> Classifier:
     classifier = Classifier()
     for line in (
         b"(APIServer pid=91701) INFO 12-01 01:00:00 [api_utils.py:345] vLLM server version 0.32.0, serving model m",
-        b"(EngineCore pid=91702) INFO 12-01 01:00:00 [core.py:101] Initializing a V1 LLM engine (v0.32.0) with config: x=1",
+        b"(EngineCore pid=91702) INFO 12-01 01:00:00 [core.py:9] Initializing a V1 LLM engine (v0.32.0) with config: x",
         b"(APIServer pid=91701) INFO:     Application startup complete.",
     ):
         classifier.feed(line)

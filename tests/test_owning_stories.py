@@ -8,7 +8,7 @@ import pytest
 
 from supervisord_vllm.core import actions as act
 from supervisord_vllm.core import outside
-from supervisord_vllm.core.diagnosis import Action, Diagnosis, Kind
+from supervisord_vllm.core.diagnosis import Action, Diagnosis, Evidence, Kind
 from supervisord_vllm.core.facts import DevicesSeen, Fact, KernelSeen, OomKilled, ProcessRef, Stalled, TreeEnded
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.machine import decide
@@ -186,3 +186,11 @@ def test_a_switch_is_broken_only_where_it_says_fatal(said: str, kind: Kind) -> N
     text = f"nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, {said}, Link 30"
     witness(world, KernelSeen(at_ns=0, launch=1, kind="sxid", text=text, number=20034))
     assert world.decisions[0].kind is kind
+
+
+def test_where_the_classifier_saw_the_kernels_word_already_it_comes_first_in_the_sentence() -> None:
+    verdict = Diagnosis(Kind.HOST_OOM, evidence=(Evidence(9, "APIServer", "engine core exited"),), signature="oom")
+    world = World(POLICY, lambda spawn, world: Outcome(fails_s=200, diagnosis=verdict))
+    witness(world, OomKilled(at_ns=0, launch=1, count=2))
+    assert "OOM killer ended 2 process(es)" in world.decisions[0].sentence
+    assert [line.text for line in world.decisions[0].evidence][-1] == "engine core exited"

@@ -1,8 +1,7 @@
 """``vllm-supervise signatures verify``: which messages a release of vLLM no longer prints.
 
 Exit status 0 whenever the folder could be read; with ``--exit-code`` 10 if a message is gone that should be there; 2
-for a
-folder without vLLM.
+for a folder without vLLM.
 """
 
 from __future__ import annotations

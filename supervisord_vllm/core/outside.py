@@ -82,9 +82,13 @@ def witnessed(diagnosis: Diagnosis, launch: Launch) -> Diagnosis:
             advice="Look at `dmesg` and `nvidia-smi -q`; drain the node or reset the GPU before the next start.",
         )
     killed = launch.oom_kills > 0 or any(line.kind == "oom_killer" and line.ours for line in launch.kernel)
+    count = max(1, launch.oom_kills)
+    text = f"the kernel's OOM killer ended {count} process(es) of our cgroup: host memory or its limit ran out"
+    if diagnosis.kind is Kind.HOST_OOM and killed:
+        return replace(diagnosis, evidence=(Evidence(0, "supervisor", text), *evidence, *diagnosis.evidence))
+    if diagnosis.kind is Kind.GPU_HW_FAULT:
+        return replace(diagnosis, evidence=(*evidence, *diagnosis.evidence))
     if diagnosis.kind in _MAY_BE_KILLED and killed:
-        count = max(1, launch.oom_kills)
-        text = f"the kernel's OOM killer ended {count} process(es) of our cgroup: host memory or its limit ran out"
         return replace(
             diagnosis,
             kind=Kind.HOST_OOM,

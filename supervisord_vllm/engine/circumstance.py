@@ -5,9 +5,8 @@ whether this very configuration was proven before. `Notes` is what the log itsel
 exit status, a pasted ``nvidia-smi``, a lock that is waited for. Text alone never makes a rule change a configuration
 that the engine's own failure would not have changed too, but for host memory, where the kernel's word is needed.
 
-The numbers of a kind can ask for different actions: a shortfall of at most `SLIVER` of the card is fitted beside at
-once
-(no neighbour gives just that back by leaving), a larger one is waited for.
+The numbers of a kind can ask for different actions: a shortfall of at most `SLIVER` of the card is fitted beside
+at once (no neighbour gives just that back by leaving), a larger one is waited for.
 """
 
 from __future__ import annotations

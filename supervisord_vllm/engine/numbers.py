@@ -85,6 +85,7 @@ NAMES: Final[Mapping[str, str]] = {
     "weights_read_s": "reading the weights",
     "load_s": "loading the model altogether",
     "compile_s": "torch.compile",
+    "compile_cold_s": "torch.compile, the first time for this configuration",
     "profile_s": "the profile run",
     "capture_s": "capturing graphs",
     "init_s": "profiling, KV cache and warm-up together",

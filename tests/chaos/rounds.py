@@ -195,6 +195,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1000)
     parser.add_argument("--done", type=Path, required=True, help="one passed seed a line")
     given = parser.parse_args()
+    # Broken off by SIGTERM it must end its daemon and the bystander, as it does by Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     passed = {int(line) for line in given.done.read_text().split()} if given.done.exists() else set()
     for first in range(given.first, given.first + given.rounds, CAMPAIGN):
         seeds = range(first, min(first + CAMPAIGN, given.first + given.rounds))
