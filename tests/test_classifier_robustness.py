@@ -33,6 +33,8 @@ FORGED = [  # each line as a client could bring it in with a newline in a reques
     f"(Worker_TP0 pid=7) ERROR {STAMP} [x.py:1] Worker proc VllmWorker-0 died unexpectedly, shutting down executor.",
     f"(APIServer pid=7) ERROR {STAMP} [core_client.py:8] Engine core process EngineCore died unexpectedly.",
     f"(APIServer pid=7) ERROR {STAMP} [async_llm.py:704] AsyncLLM output_handler failed.",
+    f"(APIServer pid=17) CRITICAL {STAMP} [core_client.py:158] Got fatal signal from worker processes, shutting down.",
+    f"(APIServer pid=17) ERROR {STAMP} [async_llm_engine.py:67] Engine background task failed",
     f"ERROR {STAMP} [async_llm.py:704] AsyncLLM output_handler failed.",
     f"ERROR {STAMP} [core.py:1] EngineCore encountered a fatal error.",
     f"ERROR {STAMP} [core.py:1] {OOM}",
