@@ -25,6 +25,7 @@ from supervisord_vllm.config import ConfigError, Settings
 from supervisord_vllm.config.arguments import value
 from supervisord_vllm.core import actions as act
 from supervisord_vllm.core.climbing import room_matters
+from supervisord_vllm.core.diagnosis import Number
 from supervisord_vllm.core.facts import (
     Cleaned,
     Commanded,
@@ -34,6 +35,7 @@ from supervisord_vllm.core.facts import (
     Fact,
     HealthSeen,
     KernelSeen,
+    LedgerSeen,
     LeftoversReaped,
     ProcessRef,
     RoomSeen,
@@ -46,6 +48,7 @@ from supervisord_vllm.core.progress import Gaps
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
 from supervisord_vllm.engine.command import command_line, engine_environment
 from supervisord_vllm.engine.probe import EngineClient
+from supervisord_vllm.engine.signature import outside_verified
 from supervisord_vllm.host.gate import Gate
 from supervisord_vllm.host.kernel import KernelLine, KernelLog
 from supervisord_vllm.host.leftovers import caches, clear_locks
@@ -107,6 +110,7 @@ class Daemon:
         self._exit: int | None = None
         self._memory_error: str | None = None
         self._notified_ready = False
+        self._version: Number | None = None
         self._watchdog_at = 0.0
         self._gaps = Gaps()
         self._own_pids: frozenset[int] = frozenset()
@@ -237,6 +241,8 @@ class Daemon:
         self._chronicle.note(before, self.state, fact)
         if isinstance(fact, HealthSeen) and fact.status == 200:
             self._gate.release()
+        if isinstance(fact, LedgerSeen):
+            self._note_version(fact.numbers.get("version"))
         if self.state.ready:
             self._say_ready()
         for action in actions:
@@ -398,6 +404,14 @@ class Daemon:
         snapshot = self.snapshot()
         number = f", launch {snapshot.launch.number}" if snapshot.launch is not None else ""
         return f"{snapshot.state}{number}: {snapshot.given_up or snapshot.next_what}"
+
+    def _note_version(self, version: Number | None) -> None:
+        """Say once that the engine's release is not one of those whose messages were verified."""
+        if version is None or version == self._version:
+            return
+        self._version = version
+        if (doubt := outside_verified(str(version))) is not None:
+            self._log.warning(doubt)
 
     def _say_ready(self) -> None:
         if not self._notified_ready:

@@ -65,7 +65,9 @@ def texts() -> dict[str, str]:
 
 @pytest.mark.parametrize("needle", OUTSIDE)
 def test_the_tree_names_nothing_outside_itself(needle: str) -> None:
-    assert not [name for name, text in texts().items() if needle in text]
+    # Public logs are other people's text, with their containers' paths; each is kept byte for byte.
+    ours = {name: text for name, text in texts().items() if not name.startswith("tests/data/public/p")}
+    assert not [name for name, text in ours.items() if needle in text]
 
 
 def test_the_tree_names_no_package_index() -> None:
