@@ -599,3 +599,20 @@ def test_the_context_is_learnt_from_a_refusal_while_memory_stands_still() -> Non
     world.run()
     assert [spawn.levers["gpu_memory_utilization"] for spawn in world.spawns] == [900, 894]
     assert world.state.name.value == "serving"
+
+
+def test_a_profile_run_out_of_memory_lowers_the_declared_multimodal_limits() -> None:
+    """Fewer images a prompt are a smaller encoder batch; the utilization could not help here."""
+    ladder = (LADDER[0], Rung("limit_mm_per_prompt", use=('{"image": 2}', '{"image": 1}')))
+    policy = replace(POLICY, declared=DECLARED.with_(limit_mm_per_prompt='{"image": 4}'), ladder=ladder)
+
+    def script(spawn: Spawn, world: World) -> Outcome:
+        if spawn.levers["limit_mm_per_prompt"] == '{"image": 1}':
+            return Outcome()
+        return Outcome(None, fails_s=30, code=1, diagnosis=oom(Kind.OOM_PROFILE))
+
+    world = World(policy, script).run()
+    limits = [spawn.levers["limit_mm_per_prompt"] for spawn in world.spawns]
+    assert limits == ['{"image": 4}', '{"image": 2}', '{"image": 1}']
+    assert {spawn.levers["gpu_memory_utilization"] for spawn in world.spawns} == {900}
+    assert world.state.name.value == "serving"

@@ -64,6 +64,7 @@ class LeversTable(Table):
     max_num_batched_tokens: Count | None = None
     enforce_eager: bool | None = None
     kv_cache_dtype: Text | None = None
+    limit_mm_per_prompt: Text | None = None
     max_cudagraph_capture_size: Count | None = None
     max_loras: Count | None = None
     max_lora_rank: Count | None = None

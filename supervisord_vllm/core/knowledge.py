@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from supervisord_vllm.core.ledger import room
-from supervisord_vllm.core.levers import KV_DTYPE, WEIGHTS, LeverValue
+from supervisord_vllm.core.levers import KV_DTYPE, MM_LIMITS, WEIGHTS, LeverValue
 from supervisord_vllm.core.observations import Known, holding
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.state import Launch, State
@@ -20,7 +20,7 @@ def setting_of(launch: Launch) -> str:
 def ranks(policy: Policy) -> dict[str, tuple[LeverValue, ...]]:
     """Named values in the order of the policy: what is declared asks for most, each alternative for less."""
     order: dict[str, tuple[LeverValue, ...]] = {}
-    for name, default in ((WEIGHTS, None), (KV_DTYPE, "auto")):
+    for name, default in ((WEIGHTS, None), (KV_DTYPE, "auto"), (MM_LIMITS, None)):
         rung, declared = policy.rung(name), policy.declared.get(name, default)
         if rung is not None and declared is not None:
             order[name] = (declared, *rung.use)

@@ -18,6 +18,7 @@ BATCHED_TOKENS = "max_num_batched_tokens"
 EAGER = "enforce_eager"
 WEIGHTS = "weights"
 KV_DTYPE = "kv_cache_dtype"
+MM_LIMITS = "limit_mm_per_prompt"
 
 ValueKind = Literal["per_mille", "int", "bool", "str", "weights"]
 
@@ -55,6 +56,7 @@ LEVERS: Mapping[str, LeverSpec] = {
         LeverSpec(EAGER, "bool", "--enforce-eager"),
         LeverSpec(WEIGHTS, "weights", None),
         LeverSpec(KV_DTYPE, "str", "--kv-cache-dtype"),
+        LeverSpec(MM_LIMITS, "str", "--limit-mm-per-prompt"),
         LeverSpec("max_cudagraph_capture_size", "int", "--max-cudagraph-capture-size"),
         LeverSpec("max_loras", "int", "--max-loras"),
         LeverSpec("max_lora_rank", "int", "--max-lora-rank"),

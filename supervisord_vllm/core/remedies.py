@@ -19,6 +19,7 @@ from supervisord_vllm.core.levers import (
     EAGER,
     KV_DTYPE,
     LEVERS,
+    MM_LIMITS,
     MODEL_LEN,
     NUM_SEQS,
     UTILIZATION,
@@ -91,7 +92,7 @@ TABLE: Mapping[Kind, Row] = {
     ),
     Kind.KV_STATE_SLOTS: _row(f"{_S}:slots", STOP),
     Kind.OOM_WEIGHTS: _row(f"{WEIGHTS}:next", STOP),
-    Kind.OOM_PROFILE: _row(f"{_B}:step", f"{_S}:step", f"{WEIGHTS}:next", STOP),
+    Kind.OOM_PROFILE: _row(f"{_B}:step", f"{_S}:step", f"{MM_LIMITS}:next", f"{WEIGHTS}:next", STOP),
     Kind.OOM_SAMPLER_WARMUP: _row(f"{_S}:step", f"{_U}:step", STOP),
     Kind.OOM_CUDAGRAPH: _row(f"{_U}:tried", "max_cudagraph_capture_size:step", f"{_S}:step", f"{EAGER}:on", STOP),
     Kind.OOM_KV_ALLOC: _row(f"{_U}:missing", STOP),
@@ -103,7 +104,13 @@ TABLE: Mapping[Kind, Row] = {
         f"{WEIGHTS}:with_utilization",
         STOP,
     ),
-    Kind.OOM_MM: _row(f"{_U}:missing_or_step", f"{_B}:with_utilization", f"{WEIGHTS}:with_utilization", STOP),
+    Kind.OOM_MM: _row(
+        f"{_U}:missing_or_step",
+        f"{_B}:with_utilization",
+        f"{MM_LIMITS}:next",
+        f"{WEIGHTS}:with_utilization",
+        STOP,
+    ),
     Kind.OOM_LORA: _row("max_loras:step", "max_lora_rank:step", f"{_S}:step", f"{_U}:missing_or_step", STOP),
     Kind.OOM_FRAGMENTATION: _row(EXPANDABLE, STOP),
     Kind.OOM_ENV_LIMIT: _row(EXPANDABLE, STOP),
@@ -172,7 +179,7 @@ class Choice:
         return self.action in (Action.STOP_EXPLAIN, Action.STOP_OPERATOR)
 
 
-_PLAIN: Mapping[str, str] = {WEIGHTS: "next", KV_DTYPE: "next", EAGER: "on"}
+_PLAIN: Mapping[str, str] = {WEIGHTS: "next", KV_DTYPE: "next", MM_LIMITS: "next", EAGER: "on"}
 """The rule of a lever that a policy names for a kind whose own list does not have it; all others step down."""
 
 
