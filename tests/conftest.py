@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
+
+# A shell's background job begins with SIGINT ignored, and so would every process that a test starts: a handler of ours
+# is taken away at exec, and they begin as under a terminal or systemd.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a shared machine with two cores is slow at times, and slowness is benchmarks' business.
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
