@@ -10,7 +10,7 @@ from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import DaemonStarted, DeviceMemory, GateSampled, LeftoversReaped, Tick
 from supervisord_vllm.core.judgement import beyond, fit_beside, patience_ns, record
-from supervisord_vllm.core.ledger import Room, room
+from supervisord_vllm.core.ledger import room
 from supervisord_vllm.core.levers import UTILIZATION, Levers, show
 from supervisord_vllm.core.policy import SECOND, Policy
 from supervisord_vllm.core.remedies import apply
@@ -125,7 +125,7 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
     since = gate.short_since_ns if gate.short_since_ns is not None else now
     gate = replace(gate, short_since_ns=since, waits_for=short)
     lowered = fit_beside(policy, state, tight, wanted, now)
-    if lowered is None or not covered or now - since < _patience_ns(policy, state, tight, wanted):
+    if lowered is None or not covered or now - since < patience_ns(policy, state, tight, wanted):
         return replace(state, gate=gate), ()
     move = Move(UTILIZATION, wanted, lowered, "down", "computed")
     decision = Decision(
@@ -156,16 +156,6 @@ def _wanted(state: State) -> int | None:
         return asked
     printed = state.incident.cause.value(UTILIZATION)
     return printed if isinstance(printed, int) else None
-
-
-def _patience_ns(policy: Policy, state: State, tight: Room, wanted: int) -> int:
-    """A neighbour that was waited for in this incident already, in vain, is not waited for again."""
-    last = state.launch
-    if last is not None and state.incident.launches > 0 and last.proven is False:
-        before, asked = last.levers.number(UTILIZATION), last.target.number(UTILIZATION)
-        if before is not None and asked is not None and before < asked:
-            return 0
-    return patience_ns(policy, tight, wanted)
 
 
 def _spawn(state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemory, ...]) -> Step:

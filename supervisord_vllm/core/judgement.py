@@ -57,9 +57,20 @@ def beyond(state: State) -> int:
     return 0 if state.target.eager else state.graphs
 
 
-def patience_ns(policy: Policy, tight: Room, wanted: int) -> int:
-    """How long a neighbour is waited for where less would fit: not at all for at most 1 % of the card."""
-    return 0 if tight.short_of(wanted) * 100 <= tight.total else policy.gate.patience_ns
+def patience_ns(policy: Policy, state: State, tight: Room, wanted: int) -> int:
+    """How long a neighbour is waited for where less would fit: not at all for at most 1 % of the card, nor where it was
+    waited for in this incident already, in vain."""
+    last = state.launch
+    if last is not None and state.incident.launches > 0 and not last.proven:
+        before, asked = last.levers.number(UTILIZATION), last.target.number(UTILIZATION)
+        if before is not None and asked is not None and before < asked:
+            return 0
+    return 0 if _little(tight, wanted) else policy.gate.patience_ns
+
+
+def _little(tight: Room, wanted: int) -> bool:
+    """Whether at most 1 % of the card is missing."""
+    return tight.short_of(wanted) * 100 <= tight.total
 
 
 def judge(policy: Policy, state: State, fact: Diagnosed) -> tuple[State, Decide, Plan]:
@@ -351,8 +362,13 @@ def _waiting(policy: Policy, state: State, case: Case, choice: Choice, now: int)
         return (
             f"Waiting up to {deadline} for memory, then it stops, {why}. `vllm-supervise preflight` shows who holds it."
         )
-    patience = 0 if case.room is None else patience_ns(policy, case.room, wanted)
-    waits = f"Waiting up to {telling.span(patience)} for memory, then" if patience else "Too little is missing to wait:"
+    patience = 0 if case.room is None else patience_ns(policy, state, case.room, wanted)
+    if patience:
+        waits = f"Waiting up to {telling.span(patience)} for memory, then"
+    elif case.room is None or _little(case.room, wanted):
+        waits = "Too little is missing to wait:"
+    else:
+        waits = "It was waited for already, in vain:"
     return (
         f"{waits} utilization {show(UTILIZATION, wanted)} → {show(UTILIZATION, lowered)}, which fits beside it."
         " `vllm-supervise hold` would keep it waiting."
