@@ -22,58 +22,43 @@ from supervisord_vllm.api import ControlSocket, Exporter, HttpServer, RefusedErr
 from supervisord_vllm.chronicle import Chronicle
 from supervisord_vllm.clock import SECOND_NS, Now, boot_id, boottime_ns
 from supervisord_vllm.config import ConfigError, Settings
-from supervisord_vllm.config.arguments import value
 from supervisord_vllm.core import actions as act
-from supervisord_vllm.core.climbing import room_matters
 from supervisord_vllm.core.diagnosis import Number
 from supervisord_vllm.core.facts import (
     Cleaned,
     Commanded,
     DaemonStarted,
-    DeviceMemory,
-    DevicesSeen,
     Fact,
     HealthSeen,
-    KernelSeen,
     LedgerSeen,
     LeftoversReaped,
     ProcessRef,
-    RoomSeen,
     Tick,
 )
-from supervisord_vllm.core.levers import MODEL_LEN
 from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.operating import why_no_step
 from supervisord_vllm.core.progress import Gaps
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
-from supervisord_vllm.engine.command import command_line, engine_environment
 from supervisord_vllm.engine.probe import EngineClient
 from supervisord_vllm.engine.signature import outside_verified
 from supervisord_vllm.host.gate import Gate
-from supervisord_vllm.host.kernel import KernelLine, KernelLog
 from supervisord_vllm.host.leftovers import caches, clear_locks
-from supervisord_vllm.host.memory import MemorySource, MemoryUnavailable, Sampler, source_of
+from supervisord_vllm.host.memory import MemorySource, Sampler, source_of
 from supervisord_vllm.host.port import port_owner, socket_owner
 from supervisord_vllm.host.process import become_subreaper, new_marker, watch_orphans
 from supervisord_vllm.host.systemd import Notifier, watchdog_interval
-from supervisord_vllm.host.tree import Patience, reap_leftovers
-from supervisord_vllm.launch import EngineLaunch, Order, Outlets
+from supervisord_vllm.host.tree import reap_leftovers
+from supervisord_vllm.kernelwatch import KernelWatch
+from supervisord_vllm.launch import EngineLaunch, Outlets
 from supervisord_vllm.log import EngineOutput
+from supervisord_vllm.memorywatch import MemoryWatch
+from supervisord_vllm.orders import order_of
 from supervisord_vllm.places import INSTANCE_META, SOCKET, STORE, instance
 from supervisord_vllm.redaction import Redactor
 from supervisord_vllm.status import Snapshot, snapshot_of
 from supervisord_vllm.store import Store
-from supervisord_vllm.store.launch_logs import launch_log, prune_launch_logs
-from supervisord_vllm.vigil import Terms
+from supervisord_vllm.store.launch_logs import prune_launch_logs
 
-MEMORY_EVERY_S = 2.0
-"""Between two samples of device memory while an engine lives."""
-IDLE_MEMORY_EVERY_S = 10.0
-SETTLE_S = 2.0
-"""A dead engine's memory is given back within this, or what is missing belongs to somebody else."""
-SETTLE_STEP_S = 0.02
-STILL_BYTES = 64 << 20
-"""Two samples that differ by less show that nothing is being given back any more."""
 PULSE_S = 5.0
 """The loop turns at least this often, so that a watchdog hears of it."""
 
@@ -108,14 +93,18 @@ class Daemon:
         self._launch: EngineLaunch | None = None
         self._chronicle = Chronicle(store, self._exporter, settings.policy)
         self._exit: int | None = None
-        self._memory_error: str | None = None
+        self._memory = MemoryWatch(self._sampler, self.post, lambda: self.state, lambda: self._launch)
+        self._kernel = KernelWatch(
+            self.post,
+            lambda: self.state.launch.number if self.state.launch is not None else 0,
+            lambda: self._memory.own_pids,
+            lambda: self._sampler.bus_ids,
+            self._kernel_said,
+        )
         self._notified_ready = False
         self._version: Number | None = None
         self._watchdog_at = 0.0
         self._gaps = Gaps()
-        self._own_pids: frozenset[int] = frozenset()
-        self._devices: frozenset[str] = frozenset()
-        self._kernel: KernelLog | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what others may do ---
@@ -129,9 +118,9 @@ class Daemon:
         last = self.state.last_decision
         return replace(
             snapshot_of(self.policy, self.state, Now.read()),
-            memory=self._sampler.last or (),
+            memory=self._memory.last,
             memory_age_s=self._sampler.age_s,
-            memory_error=self._memory_error,
+            memory_error=self._memory.error,
             load=self._launch.load if self._launch is not None else None,
             outcome=None if last is None else self._chronicle.outcome(last.number),
             earlier=self._chronicle.earlier,
@@ -179,8 +168,8 @@ class Daemon:
         become_subreaper()
         watch_orphans(loop)
         surfaces = await self._open_surfaces()
-        self._task(self._watch_memory())
-        self._watch_kernel()
+        self._task(self._memory.watch())
+        self._kernel.open()
         self._begin_run(reset=reset)
         if self.settings.systemd.ready == "supervising":
             self._say_ready()
@@ -192,7 +181,7 @@ class Daemon:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
             self._gate.close()
-            self._close_kernel()
+            self._kernel.close()
             for task in tuple(self._tasks):
                 task.cancel()
             for surface in surfaces:
@@ -308,61 +297,25 @@ class Daemon:
 
     def _spawn(self, action: act.Spawn) -> None:
         self._gate.opened()
-        settings, engine = self.settings, self.settings.engine
+        settings = self.settings
         launches = settings.state_dir / "launches"
         keep = settings.log
         with contextlib.suppress(OSError):
             launches.mkdir(mode=0o700, exist_ok=True)  # somebody may have tidied up
             prune_launch_logs(launches, keep.keep_launches, keep.keep_bytes, protect=(action.launch - 1,))
-        marker = new_marker(self._instance)
-        argv = command_line(engine, action.levers)
-        drain = value(engine.args, "--shutdown-timeout")
-        grace = settings.stop.grace.seconds
-        if drain is not None and drain.isdigit():
-            grace = max(grace, int(drain) + 10)
-        order = Order(
-            number=action.launch,
-            argv=argv,
-            env={**engine_environment(engine, os.environ, marker), **dict(action.environment)},
-            shown=self._redactor.argv(argv),
-            marker=marker,
-            log=launch_log(launches, action.launch),
-            cwd=engine.working_dir,
-            grace_s=grace,
-            served=settings.proof.canary,
-            health_every_s=settings.poll.health.seconds,
-            metrics_every_s=settings.poll.metrics.seconds,
-            terms=self._terms(action),
-            patience=Patience(
-                interrupt=settings.stop.interrupt.seconds,
-                terminate=settings.stop.terminate.seconds,
-                deadline=settings.stop.kill.seconds,
-            ),
-        )
-        outlets = Outlets(
-            post=self.post,
-            line=self._line,
-            settled=self._settled,
-            last_sample=lambda: self._sampler.last or (),
-            told=self._log.warning,
-            buses=lambda: self._sampler.bus_ids,
-        )
-        self._launch = EngineLaunch(order, self._client, outlets)
+        order = order_of(settings, self._redactor, new_marker(self._instance), action, self._gaps)
+        self._launch = EngineLaunch(order, self._client, self._outlets())
         self._exporter.launched()
         self._launch.begin()
 
-    def _terms(self, action: act.Spawn) -> Terms:
-        settings, engine = self.settings, self.settings.engine
-        patience = settings.hang.patience
-        return Terms(
-            launch=action.launch,
-            served=settings.proof.canary,
-            start_ns=settings.start.patience.ns,
-            hang_ns=None if patience is None else patience.ns,
-            max_model_len=action.levers.number(MODEL_LEN),
-            gaps=self._gaps,
-            caches=tuple(caches({**os.environ, **engine.env})),
-            headless="--headless" in engine.args,
+    def _outlets(self) -> Outlets:
+        return Outlets(
+            post=self.post,
+            line=self._line,
+            settled=self._memory.settled,
+            last_sample=lambda: self._memory.last,
+            told=self._log.warning,
+            buses=lambda: self._sampler.bus_ids,
         )
 
     async def _clean(self, target: str) -> None:
@@ -481,6 +434,10 @@ class Daemon:
         if not task.cancelled() and task.exception() is not None:
             self._log.error("a background task failed", task=task.get_name(), exc_info=task.exception())
 
+    def _kernel_said(self, text: str) -> None:
+        if self._launch is not None:
+            self._launch.kernel_said(text)
+
     def _open_source(self) -> MemorySource:
         return source_of(self.settings.engine, self.settings.memory, os.environ)
 
@@ -492,101 +449,3 @@ class Daemon:
 
     def _memory_short(self) -> bool:
         return self.state.gate is not None and self.state.gate.short_since_ns is not None
-
-    async def _watch_memory(self) -> None:
-        """Samples for the status page, and for what happened right before a death; the gate samples for itself."""
-        while True:
-            launch = self._launch
-            if self.state.name is not StateName.GATING:
-                self._tell_room(await self._sample(launch))
-            await asyncio.sleep(MEMORY_EVERY_S if launch is not None else IDLE_MEMORY_EVERY_S)
-
-    def _tell_room(self, devices: tuple[DeviceMemory, ...]) -> None:
-        """A sample beside a serving engine is a fact only where it changes what would fit."""
-        launch = self.state.launch
-        if launch is not None and devices and room_matters(self.state, devices):
-            self.post(RoomSeen(at_ns=boottime_ns(), launch=launch.number, devices=devices))
-
-    async def _sample(self, launch: EngineLaunch | None) -> tuple[DeviceMemory, ...]:
-        own = await asyncio.to_thread(launch.own_pids) if launch is not None else frozenset()
-        if own:
-            self._own_pids = own
-        try:
-            devices = await self._sampler.sample(own)
-        except MemoryUnavailable as error:
-            if self._memory_error is None:
-                self._log.warning("device memory cannot be read", error=str(error))
-                self.post(DevicesSeen(at_ns=boottime_ns(), error=str(error), vanished=error.vanished))
-            self._memory_error = str(error)
-            return ()
-        names = frozenset(device.device for device in devices)
-        if gone := self._devices - names:
-            text = f"{', '.join(sorted(gone))} is no longer there"
-            self._log.error("a device vanished", devices=sorted(gone))
-            self.post(DevicesSeen(at_ns=boottime_ns(), error=text, vanished=True))
-            self._memory_error = text
-        self._devices = names
-        if gone:
-            return devices
-        if self._memory_error is not None:
-            self._log.info("device memory can be read again")
-            self.post(DevicesSeen(at_ns=boottime_ns(), error=None))
-        self._memory_error = None
-        return devices
-
-    def _watch_kernel(self) -> None:
-        """Read the kernel's log from now on; where that is not permitted, say so once."""
-        opened = KernelLog.open()
-        if isinstance(opened, str):
-            self._log.info("the kernel's log cannot be read, so Xid and OOM-killer lines are not seen", reason=opened)
-            return
-        self._kernel = opened
-        asyncio.get_running_loop().add_reader(opened.fileno(), self._kernel_said, opened)
-
-    def _close_kernel(self) -> None:
-        if self._kernel is not None:
-            asyncio.get_running_loop().remove_reader(self._kernel.fileno())
-            self._kernel.close()
-            self._kernel = None
-
-    def _kernel_said(self, log: KernelLog) -> None:
-        for line in log.read():
-            ours = self._is_ours(line)
-            launch = self.state.launch.number if self.state.launch is not None else 0
-            if ours is not False:
-                self._log.warning("the kernel says", text=line.text, ours=ours)
-                if self._launch is not None:
-                    self._launch.kernel_said(line.text)
-            self.post(
-                KernelSeen(
-                    at_ns=boottime_ns(),
-                    launch=launch,
-                    kind=line.kind,
-                    text=line.text,
-                    bus_id=line.bus_id,
-                    number=line.number,
-                    pid=line.pid,
-                    ours=ours,
-                )
-            )
-
-    def _is_ours(self, line: KernelLine) -> bool | None:
-        """Whether a line is about our launch: its processes as they were last seen, or its GPUs."""
-        if line.kind == "oom_killer":
-            return line.pid in self._own_pids
-        buses = self._sampler.bus_ids
-        # A switch has a bus id of its own, and serves every GPU of the machine.
-        return None if not buses or line.kind == "sxid" else line.bus_id in buses
-
-    async def _settled(self) -> tuple[DeviceMemory, ...]:
-        """Memory once a dead engine's share was given back: two samples alike, at most `SETTLE_S` later."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + SETTLE_S
-        devices = await self._sample(None)
-        while devices and loop.time() < deadline:
-            await asyncio.sleep(SETTLE_STEP_S)
-            earlier, devices = devices, await self._sample(None)
-            moved = [abs(a.free_bytes - b.free_bytes) for a, b in zip(earlier, devices, strict=False)]
-            if all(amount < STILL_BYTES for amount in moved):
-                break
-        return devices
