@@ -19,7 +19,8 @@ demo: venv ## one story of under a minute, on a stand-in engine: no GPU, no vLLM
 test: venv ## everything that needs neither vLLM nor root
 	@$(BIN)/python -m pytest -n auto $(ARGS)
 
-test-long: venv ## 10,000 simulated days, resumable; the ranges done are kept in docs/long-runs.md
+test-long: venv ## 1,000 simulated days under load, then 10,000 of faults: resumable, the ranges done are in docs/long-runs.md
+	@PYTHONPATH=tests $(BIN)/python tests/pressed_days.py --days 1000
 	@PYTHONPATH=tests $(BIN)/python tests/simulated_days.py --days 10000 --record docs/long-runs.md $(ARGS)
 
 test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 minutes; needs python3.11)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
+from typing import Any
 
 from supervisord_vllm import __version__
 from supervisord_vllm.api import Exporter
 from supervisord_vllm.clock import SECOND_NS
 from supervisord_vllm.core import actions as act
+from supervisord_vllm.core.adopting import carry
 from supervisord_vllm.core.codec import from_json, to_json
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.facts import (
@@ -17,6 +20,7 @@ from supervisord_vllm.core.facts import (
     Diagnosed,
     Exited,
     Fact,
+    LeftoversReaped,
     Spawned,
     SpawnFailed,
     TreeEnded,
@@ -24,8 +28,12 @@ from supervisord_vllm.core.facts import (
 from supervisord_vllm.core.observations import Observation
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.state import State, StateName
-from supervisord_vllm.store import History, Store, StoreError, durable
-from supervisord_vllm.store.history import DecisionRecord
+from supervisord_vllm.inheritance import CARRIED, kept
+from supervisord_vllm.lasting import HELD, PLANNED, Lasting, counts_key, entries, lasting
+from supervisord_vllm.store import Store, durable
+
+FIRST_LAUNCHES = "first_launches"
+"""The store's meta value: numbers of launches with which incidents began, ascending."""
 
 
 class Chronicle:
@@ -36,13 +44,18 @@ class Chronicle:
         self._exporter = exporter
         self._policy = policy
         self._run = 0
+        self._boot_id = ""
+        self._begun = False
+        self._newest = State.initial()
+        self._carrying = False
         self._open: list[int] = []
         self._outcomes: dict[int, str] = {}
         self._failed_ns: int | None = None
-        self.earlier = _last_decision(store)
+        self.earlier = store.earlier
 
     def begin(self, boot_id: str) -> None:
         """A daemon run begins."""
+        self._boot_id = boot_id
         self._run = self._store.start_run(self._policy, __version__, boot_id)
 
     @property
@@ -57,6 +70,49 @@ class Chronicle:
             with contextlib.suppress(ValueError):
                 found.append(from_json(Observation, entry))
         return tuple(found)
+
+    def lasting(self, now_ns: int, wall_s: int) -> Lasting:
+        """The hold and the counts that earlier runs left."""
+        meta = self._store.get_meta
+        counts = meta(counts_key(self._policy.fingerprint))
+        return lasting(meta(HELD), counts, meta(PLANNED), boot_id=self._boot_id, now_ns=now_ns, wall_s=wall_s)
+
+    def carry(self, state: State, *, wanted: bool) -> Future[bool] | None:
+        """Keep the state for the next daemon. ``wanted``: the future tells when it is on the disk; else the newest one
+        is written soon."""
+        self._newest = state
+        if wanted:
+            return self._store.keep(CARRIED, self._carried, wanted=True)
+        if not self._carrying:
+            self._carrying = True
+            self._store.keep(CARRIED, self._carried, wanted=False)
+        return None
+
+    def _carried(self) -> dict[str, Any]:
+        self._carrying = False  # before the look at the newest: what comes now asks for another turn
+        return kept(carry(self._newest), self._boot_id)
+
+    def end(self) -> None:
+        """The run ends as it should: there is nothing to go on with."""
+        self._store.set_meta(CARRIED, None)
+
+    def left(self) -> object:
+        """What the daemon before kept by `carry`."""
+        return self._store.get_meta(CARRIED)
+
+    def first_launches(self, number: int, launches: int) -> frozenset[int]:
+        """The launches with which incidents began, as far as known: that of the present one, which launch ``number`` is
+        the ``launches``-th of, and of the last hundred. An incident begins with the launch that failed before it, or
+        with its own first.
+        """
+        kept = self._store.get_meta(FIRST_LAUNCHES)
+        known = [known for known in kept if isinstance(known, int)] if isinstance(kept, list) else []
+        if launches > 1:
+            began = [first for first in (number - launches, number - launches + 1) if first > 0 and first not in known]
+            if began:
+                known = [*known, *began][-100:]
+                self._store.set_meta(FIRST_LAUNCHES, known)
+        return frozenset(known)
 
     def record(self, fact: Fact) -> None:
         """Keep a fact for replay."""
@@ -91,7 +147,7 @@ class Chronicle:
 
     def proven(self, action: act.Proven) -> None:
         """A launch passed its proof."""
-        self._store.launch_proven(action.launch, action.target, self._policy.fingerprint)
+        self._store.launch_proven(action.launch, action.target, self._policy.fingerprint, good=action.good)
         self._store.clear_exhausted()
         self.complete(f"launch {action.launch} is proven")
 
@@ -101,11 +157,25 @@ class Chronicle:
             self._store.set_exhausted(self._policy.fingerprint, action.text, action.exhausted_until_ns)
         self.complete("gave up")
 
+    def _keep_lasting(self, after: State, fact: Fact) -> None:
+        """What outlives a boot, whenever it changed; before the first fact the state does not know it yet."""
+        self._begun = self._begun or isinstance(fact, DaemonStarted)
+        if not self._begun:
+            return
+        for key, value in entries(after, self._boot_id, self._policy.fingerprint).items():
+            if self._store.get_meta(key) != value:
+                self._store.set_meta(key, value)
+
+    def _take_up(self, after: State) -> None:
+        """The daemon before us did not live to see what came of its last decision."""
+        decision, launch = after.last_decision, after.launch
+        if decision is not None and decision.acted and not (launch is not None and launch.proven):
+            self._open = [decision.number]
+
     def note(self, before: State, after: State, fact: Fact) -> None:
         """What one fact means for the launches' records and the durations."""
         store, launch = self._store, before.launch
-        if isinstance(fact, Commanded) and fact.verb in ("hold", "resume"):
-            store.set_meta("held", True if after.held else None)
+        self._keep_lasting(after, fact)
         if isinstance(fact, Commanded) and fact.verb == "reset":
             store.clear_exhausted()
             store.forget_good(self._policy.fingerprint)
@@ -113,6 +183,10 @@ class Chronicle:
             store.set_meta(self._observed, [to_json(seen) for seen in after.observations])
         if isinstance(fact, Commanded) and fact.verb == "start" and after.name is not before.name:
             store.clear_exhausted()
+        if isinstance(fact, DaemonStarted) and fact.carried is not None:
+            self._take_up(after)
+        if isinstance(fact, LeftoversReaped) and not fact.survivors:
+            store.leftovers_ended()
         if launch is None or fact.launch not in (0, launch.number):
             return
         if isinstance(fact, Spawned):
@@ -139,12 +213,3 @@ class Chronicle:
         ending = after.ending
         if before.name is not StateName.STOPPING and ending is not None and ending.why == "failure":
             self._failed_ns = self._failed_ns or fact.at_ns
-
-
-def _last_decision(store: Store) -> DecisionRecord | None:
-    with contextlib.suppress(StoreError):  # a full disk: this run keeps its history in memory
-        history = History.open(store.path)
-        if history is not None:
-            with contextlib.closing(history):
-                return history.last_decision()
-    return None

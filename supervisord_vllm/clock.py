@@ -23,6 +23,12 @@ def boot_id() -> str:
         return file.read().strip()
 
 
+def utc_offset_s() -> int:
+    """What the host's local time (``TZ``, else /etc/localtime) is ahead of UTC now, in seconds."""
+    time.tzset()
+    return time.localtime().tm_gmtoff
+
+
 def rfc3339(unix_seconds: float) -> str:
     """A wall time as ``2026-12-01T09:12:33.250Z``."""
     moment = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,10 +22,12 @@ import structlog
 from supervisord_vllm import __version__
 from supervisord_vllm.api import ControlSocket, Exporter, HttpServer, RefusedError, Verb
 from supervisord_vllm.chronicle import Chronicle
-from supervisord_vllm.clock import SECOND_NS, Now, boot_id, boottime_ns
+from supervisord_vllm.clock import SECOND_NS, Now, boot_id, boottime_ns, utc_offset_s
+from supervisord_vllm.clockwatch import watch_clock
 from supervisord_vllm.config import ConfigError, Settings
 from supervisord_vllm.core import actions as act
-from supervisord_vllm.core.diagnosis import Number
+from supervisord_vllm.core.adopting import carry
+from supervisord_vllm.core.diagnosis import Action, Number
 from supervisord_vllm.core.facts import (
     Cleaned,
     Commanded,
@@ -39,28 +43,38 @@ from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.operating import why_no_step
 from supervisord_vllm.core.progress import Gaps
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
+from supervisord_vllm.core.telling import span
+from supervisord_vllm.engine.metrics import EngineLoad, NoPage
 from supervisord_vllm.engine.probe import EngineClient
 from supervisord_vllm.engine.signature import outside_verified
+from supervisord_vllm.exitcodes import ExitCode
+from supervisord_vllm.handover import Handover, TrialError, try_command
 from supervisord_vllm.host.gate import Gate
 from supervisord_vllm.host.leftovers import caches, clear_locks
 from supervisord_vllm.host.memory import MemorySource, Sampler, source_of
 from supervisord_vllm.host.port import port_owner, socket_owner
-from supervisord_vllm.host.process import become_subreaper, new_marker, watch_orphans
-from supervisord_vllm.host.systemd import Notifier, watchdog_interval
+from supervisord_vllm.host.process import adopt, become_subreaper, new_marker, watch_orphans
+from supervisord_vllm.host.systemd import PULSE_S, Notifier, Pulse
 from supervisord_vllm.host.tree import reap_leftovers
+from supervisord_vllm.inheritance import NOTHING, inherit
 from supervisord_vllm.kernelwatch import KernelWatch
 from supervisord_vllm.launch import EngineLaunch, Outlets
 from supervisord_vllm.log import EngineOutput
 from supervisord_vllm.memorywatch import MemoryWatch
 from supervisord_vllm.orders import order_of
 from supervisord_vllm.places import INSTANCE_META, SOCKET, STORE, instance
+from supervisord_vllm.proof_progress import Flying
+from supervisord_vllm.proofwatch import ProofWatch
 from supervisord_vllm.redaction import Redactor
-from supervisord_vllm.status import Snapshot, snapshot_of
-from supervisord_vllm.store import Store
+from supervisord_vllm.series import Series
+from supervisord_vllm.status import Document, Snapshot, headline, snapshot_of
+from supervisord_vllm.store import Store, durable
+from supervisord_vllm.store.copied import Place, copied_position
 from supervisord_vllm.store.launch_logs import prune_launch_logs
+from supervisord_vllm.strain import Strain
 
-PULSE_S = 5.0
-"""The loop turns at least this often, so that a watchdog hears of it."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask the daemon to end."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,14 @@ class _Asked:
 class Daemon:
     """One instance. Made inside a running loop; `main` returns the exit status."""
 
-    def __init__(self, settings: Settings, store: Store, output: EngineOutput | None, redactor: Redactor) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        output: EngineOutput | None,
+        redactor: Redactor,
+        handover: Handover | None = None,
+    ) -> None:
         self.settings = settings
         self.policy = settings.policy
         self.state = State.initial()
@@ -84,6 +105,7 @@ class Daemon:
         self._log = structlog.get_logger()
         self._queue: asyncio.Queue[_Asked] = asyncio.Queue()
         self._notifier = Notifier(os.environ)
+        self._pulse = Pulse(self._notifier, os.environ)
         self._instance = instance(settings.state_dir)
         engine = settings.engine
         self._client = EngineClient(engine.url, engine.api_key, engine.ca_file, engine.verify_tls)
@@ -92,6 +114,7 @@ class Daemon:
         self._exporter = Exporter(self, __version__)
         self._launch: EngineLaunch | None = None
         self._chronicle = Chronicle(store, self._exporter, settings.policy)
+        self._strain = Strain(settings.policy, store.get_meta, store.set_meta, self.post)
         self._exit: int | None = None
         self._memory = MemoryWatch(self._sampler, self.post, lambda: self.state, lambda: self._launch)
         self._kernel = KernelWatch(
@@ -101,10 +124,25 @@ class Daemon:
             lambda: self._sampler.bus_ids,
             self._kernel_said,
         )
+        self._proof = ProofWatch(
+            self.policy,
+            self._memory,
+            self.post,
+            lambda: self.state,
+            self._flying,
+            lambda: self._notifier.status(self._status_line()),
+            terminal=os.isatty(2),
+        )
+        self._memory.listener = self._proof.sampled
         self._notified_ready = False
         self._version: Number | None = None
-        self._watchdog_at = 0.0
+        self._shutting_down = False
         self._gaps = Gaps()
+        self._series = Series(settings.poll.metrics.seconds)
+        self._handover = handover
+        self._inherited = NOTHING
+        self._upgrading = False
+        self._begun = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what others may do ---
@@ -119,13 +157,17 @@ class Daemon:
         return replace(
             snapshot_of(self.policy, self.state, Now.read()),
             memory=self._memory.last,
+            growth=self._memory.creep.of(self.state.launch.number if self.state.launch is not None else 0),
             memory_age_s=self._sampler.age_s,
             memory_error=self._memory.error,
+            proof=self._proof.document(),
             load=self._launch.load if self._launch is not None else None,
+            strained=self._strain.view,
             outcome=None if last is None else self._chronicle.outcome(last.number),
             earlier=self._chronicle.earlier,
             pid=os.getpid(),
             version=__version__,
+            daemon_since=self._begun,
             counters={
                 "facts": self.state.dropped,
                 "store_entries": self._store.lost,
@@ -133,17 +175,34 @@ class Daemon:
             },
         )
 
+    def series(self) -> Document:
+        """The load of the last fifteen minutes (see `api.Control`)."""
+        return self._series.document(self.policy.name, Now.read())
+
     async def command(
-        self, verb: Verb, reason: str, by: str, lever: str = "", direction: Literal["up", "down"] = "down"
+        self,
+        verb: Verb,
+        reason: str,
+        by: str,
+        lever: str = "",
+        direction: Literal["up", "down"] = "down",
+        for_ns: int | None = None,
     ) -> str:
         """An operator's word (see `api.Control`)."""
+        if verb == "upgrade":
+            return await self._upgrade(reason, by)
         answer: asyncio.Future[tuple[State, State]] = asyncio.get_running_loop().create_future()
-        fact = Commanded(at_ns=boottime_ns(), verb=verb, reason=reason, by=by, lever=lever, direction=direction)
+        now = boottime_ns()
+        fact = Commanded(at_ns=now, verb=verb, reason=reason, by=by, lever=lever, direction=direction, for_ns=for_ns)
         self._queue.put_nowait(_Asked(fact, answer))
         before, after = await answer
         self._log.info("command", verb=verb, by=by, reason=reason or None, state=after.name.value)
         if verb == "hold":
-            return "held: a failure restarts the same configuration, within the budget, until `vllm-supervise resume`"
+            lasts = "" if for_ns is None else f" for {span(for_ns)}"
+            return (
+                f"held{lasts}: a failure restarts the same configuration, within the budget, until"
+                f" {'then or ' if lasts else ''}`vllm-supervise resume`"
+            )
         if verb == "resume":
             return "resumed: a failure may change the configuration again"
         if verb == "reset":
@@ -158,17 +217,52 @@ class Daemon:
             return f"{verb}: nothing is waited for any more, the engine is killed"
         return f"{verb}: {before.name.value} → {after.name.value}"
 
+    async def _upgrade(self, reason: str, by: str) -> str:
+        """Let the program behind our own command take over in this process, once it has said that it can."""
+        if self._upgrading or self._exit is not None:
+            raise RefusedError("the daemon is ending already")
+        if self.state.name is StateName.ADOPTING:
+            raise RefusedError("the daemon is only starting; try again in a moment")
+        carried = json.dumps(carry(self.state))
+        try:
+            version = await asyncio.to_thread(try_command, carried, os.environ)
+        except TrialError as error:
+            raise RefusedError(f"it would not start, so this daemon goes on: {error}") from error
+        if self._launch is not None:
+            await self._launch.settled()
+        answer: asyncio.Future[tuple[State, State]] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Asked(Tick(at_ns=boottime_ns()), answer))
+        await answer  # whatever was seen before this is in the state
+        if self._exit is not None:
+            raise RefusedError("the daemon is ending already")
+        self._log.warning("upgrade", by=by, reason=reason or None, before=__version__, after=version)
+        self._upgrading, self._exit = True, ExitCode.DONE
+        self.post(Tick(at_ns=boottime_ns()))
+        launch = self.state.launch
+        engine = "" if launch is None else f"; launch {launch.number} (pid {launch.pid}) goes on"
+        return f"upgrade: {__version__} → {version}{engine}"
+
+    def _given(self, surfaces: Sequence[ControlSocket | HttpServer]) -> Handover:
+        """What the daemon that replaces us gets."""
+        locks, devices = self._gate.locks
+        control = next((s.keep() for s in surfaces if isinstance(s, ControlSocket)), None)
+        http = next((s.keep() for s in surfaces if isinstance(s, HttpServer)), ())
+        return Handover(json.dumps(carry(self.state)), (), locks, devices, control, http)
+
     # --- the loop ---
 
-    async def main(self, *, reset: bool) -> int:
-        """Supervise until something ends it."""
+    async def main(self, *, reset: bool) -> int | Handover:
+        """Supervise until something ends it: the exit status, or what the daemon gets that replaces this one."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ENDING:
             loop.add_signal_handler(number, self._signalled, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # those that came while this daemon replaced another
+        self._inherited = inherit(self._chronicle.left(), self._handover, self._instance, boot_id())
         become_subreaper()
         watch_orphans(loop)
         surfaces = await self._open_surfaces()
         self._task(self._memory.watch())
+        self._task(watch_clock(self.post, lambda: self.state))
         self._kernel.open()
         self._begin_run(reset=reset)
         if self.settings.systemd.ready == "supervising":
@@ -176,11 +270,17 @@ class Daemon:
         try:
             await self._turn_until_exit()
         finally:
-            # A second signal during these last moments must not turn a clean end into a death by signal.
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if self._upgrading:
+                signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # they wait for the daemon that follows
+            for number in ENDING:
                 loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN)
-            self._gate.close()
+                # A second signal during these last moments must not turn a clean end into a death by signal.
+                signal.signal(number, signal.SIG_DFL if self._upgrading else signal.SIG_IGN)
+            given = self._given(surfaces) if self._upgrading else None
+            if given is None:
+                self._gate.close()
+            if given is None and self._exit is not None:
+                self._chronicle.end()
             self._kernel.close()
             for task in tuple(self._tasks):
                 task.cancel()
@@ -189,7 +289,7 @@ class Daemon:
             await self._client.close()
             self._sampler.close()
         assert self._exit is not None
-        return self._exit
+        return self._exit if given is None else given
 
     async def _turn_until_exit(self) -> None:
         while self._exit is None:
@@ -200,13 +300,10 @@ class Daemon:
                 asked.answer.set_result((before, self.state))
 
     async def _next(self) -> _Asked:
-        """The next fact; a tick when the state's timer is due. Tells the watchdog that the loop turns."""
-        interval = watchdog_interval(os.environ)
+        """The next fact; a tick when the state's timer is due. Tells systemd that the loop turns."""
         while True:
-            now = asyncio.get_running_loop().time()
-            if interval is not None and now >= self._watchdog_at:
-                self._notifier.watchdog()
-                self._watchdog_at = now + min(interval, PULSE_S)
+            awaited = self._shutting_down or not self._notified_ready
+            self._pulse.beat(asyncio.get_running_loop().time(), awaited=awaited)
             with contextlib.suppress(asyncio.QueueEmpty):
                 return self._queue.get_nowait()
             wake = wake_at_ns(self.policy, self.state)
@@ -227,7 +324,14 @@ class Daemon:
             return
         if self.state is not before or actions:
             self._chronicle.record(fact)
+            # What cannot be taken back is done once the next daemon would know of it.
+            lasting = any(isinstance(action, (act.Spawn, act.Stop)) for action in actions)
+            carried = self._chronicle.carry(self.state, wanted=lasting)
+            if carried is not None and not await durable(carried):
+                self._log.warning("the state could not be kept in time: a daemon after this one would start anew")
         self._chronicle.note(before, self.state, fact)
+        self._proof.noted(before, self.state, fact)
+        self._strain.noted(before, self.state, fact)
         if isinstance(fact, HealthSeen) and fact.status == 200:
             self._gate.release()
         if isinstance(fact, LedgerSeen):
@@ -250,11 +354,13 @@ class Daemon:
             self._gate.close()
         elif isinstance(action, act.Spawn):
             self._spawn(action)
-        elif isinstance(action, act.Canary):
-            self._living().canary()
+        elif isinstance(action, act.Adopt):
+            self._adopt(action)
+        elif isinstance(action, (act.Canary, act.Burst, act.Weigh)):
+            self._prove(action)
         elif isinstance(action, act.Stop):
             self._gate.release()
-            self._living().stop(action.phase)
+            self._living().stop(action.phase, action.waited_ns / SECOND_NS, signalled=action.signalled)
         elif isinstance(action, act.EndTree):
             self._gate.release()
             self._living().end_tree()
@@ -271,6 +377,14 @@ class Daemon:
         else:
             raise AssertionError(f"no way to carry out {action!r}")  # noqa: TRY004 - a hole in this table
 
+    def _prove(self, action: act.Canary | act.Burst | act.Weigh) -> None:
+        if isinstance(action, act.Weigh):
+            self._task(self._proof.weigh(action))
+        elif isinstance(action, act.Burst):
+            self._living().burst(action)
+        else:
+            self._living().canary()
+
     def _living(self) -> EngineLaunch:
         assert self._launch is not None, "an action of a launch without a launch"
         return self._launch
@@ -281,7 +395,9 @@ class Daemon:
         decision = action.decision
         if not await self._chronicle.decided(decision):
             self._log.error("the decision could not be recorded in time; it is acted on", decision=decision.number)
-        self._log.warning(
+        somebody_is_needed = decision.acted and decision.action in (Action.STOP_EXPLAIN, Action.STOP_OPERATOR)
+        say = self._log.error if somebody_is_needed else self._log.warning
+        say(
             decision.sentence,
             decision=decision.number,
             launch=decision.launch,
@@ -302,11 +418,40 @@ class Daemon:
         keep = settings.log
         with contextlib.suppress(OSError):
             launches.mkdir(mode=0o700, exist_ok=True)  # somebody may have tidied up
-            prune_launch_logs(launches, keep.keep_launches, keep.keep_bytes, protect=(action.launch - 1,))
+            firsts = self._chronicle.first_launches(action.launch, self.state.incident.launches)
+            protect = (action.launch - 1, *sorted(firsts)[-2:])
+            prune_launch_logs(launches, keep.keep_launches, keep.keep_bytes, protect, firsts)
         order = order_of(settings, self._redactor, new_marker(self._instance), action, self._gaps)
         self._launch = EngineLaunch(order, self._client, self._outlets())
         self._exporter.launched()
+        self._series.launched(boottime_ns(), action.launch)
         self._launch.begin()
+
+    def _adopt(self, action: act.Adopt) -> None:
+        """Go on with the engine that was found, whether it lives or has ended."""
+        launches, marker = self.settings.state_dir / "launches", self._inherited.found.marker
+        order = order_of(self.settings, self._redactor, marker, action, self._gaps)
+        copied = copied_position(launches, action.launch)
+        if copied is None:  # nobody kept it: rather lose lines of the copy than double them
+            with contextlib.suppress(OSError):
+                copied = order.log.stat().st_size
+        child = adopt(action.pid, action.start_ticks, marker, order.log)
+        self._launch = EngineLaunch(order, self._client, self._outlets())
+        self._launch.adopt(child, healthy=action.healthy, copied=copied or 0, cut=action.cut)
+        if self.state.name is StateName.STARTING:
+            handover = self._handover
+            if handover is not None and handover.device_locks:
+                self._gate.take_over(handover.device_locks, handover.devices)
+            elif self.state.launch is not None:
+                self._gate.lock(tuple(device.device for device in self.state.launch.gate_devices))
+        self._log.info(
+            "an engine of the daemon before is adopted",
+            launch=action.launch,
+            pid=action.pid,
+            lives=self._inherited.found.engine == "lives",
+            state=self.state.name.value,
+        )
+        self._notifier.status(self._status_line())
 
     def _outlets(self) -> Outlets:
         return Outlets(
@@ -316,7 +461,21 @@ class Daemon:
             last_sample=lambda: self._memory.last,
             told=self._log.warning,
             buses=lambda: self._sampler.bus_ids,
+            page=self._page,
+            moved=self._proof.moved,
         )
+
+    def _flying(self) -> Flying | None:
+        """How far the burst of the present launch is."""
+        burst = self._launch.bursting if self._launch is not None else None
+        return None if burst is None else Flying(burst.done, burst.yields)
+
+    def _page(self, launch: int, page: EngineLoad | NoPage) -> None:
+        """What /metrics of the present launch said, or that it said nothing."""
+        if isinstance(page, EngineLoad):
+            self._series.page(boottime_ns(), launch, page)
+        if self.state.launch is not None and self.state.launch.number == launch:
+            self._strain.read(self.state, page, boottime_ns())
 
     async def _clean(self, target: str) -> None:
         """Locks of dead owners in the engine's caches, moved aside; where declared, the machine's page cache too."""
@@ -331,9 +490,10 @@ class Daemon:
             self._log.warning("a lock without an owner was moved aside", path=path)
         self.post(Cleaned(at_ns=boottime_ns(), moved=moved))
 
-    def _line(self, line: bytes) -> None:
+    def _line(self, line: bytes, position: int) -> None:
+        launch = self.state.launch
         if self._output is not None:
-            self._output.line(line)
+            self._output.line(line, None if launch is None else Place(launch.number, position))
 
     def _give_up(self, action: act.GiveUp) -> None:
         self._chronicle.gave_up(action)
@@ -354,9 +514,7 @@ class Daemon:
         self._notifier.status(self._status_line())
 
     def _status_line(self) -> str:
-        snapshot = self.snapshot()
-        number = f", launch {snapshot.launch.number}" if snapshot.launch is not None else ""
-        return f"{snapshot.state}{number}: {snapshot.given_up or snapshot.next_what}"
+        return headline(self.snapshot())
 
     def _note_version(self, version: Number | None) -> None:
         """Say once that the engine's release is not one of those whose messages were verified."""
@@ -376,6 +534,8 @@ class Daemon:
         store, policy = self._store, self.policy
         boot, now = boot_id(), boottime_ns()
         self._chronicle.begin(boot)
+        wall_s = int(time.time())
+        lasting = self._chronicle.lasting(now, wall_s)
         store.set_meta(INSTANCE_META, {"name": policy.name, "runtime_dir": str(self.settings.runtime_dir)})
         if reset:
             store.clear_exhausted()
@@ -397,31 +557,38 @@ class Daemon:
                 next_decision=store.next_decision(),
                 last_known_good=store.last_known_good(policy.fingerprint),
                 exhausted=store.exhausted(policy.fingerprint, boot, now),
-                held=store.get_meta("held") is True,
+                hold=lasting.hold,
+                failed_climbs=lasting.failed_climbs,
+                roll_backs=lasting.roll_backs,
+                planned=lasting.planned,
                 observations=self._chronicle.observations(),
-                wall_s=int(time.time()),
+                carried=self._inherited.carried,
+                engine=self._inherited.found.engine,
+                wall_s=wall_s,
+                utc_offset_s=utc_offset_s(),
             )
         )
 
     async def _open_surfaces(self) -> list[ControlSocket | HttpServer]:
-        settings = self.settings
+        settings, handover = self.settings, self._handover
         path = settings.state_dir / STORE
         surfaces: list[ControlSocket | HttpServer] = []
         socket = ControlSocket(self, settings.runtime_dir / SOCKET, path)
         try:
-            await socket.start()
+            await socket.start(handover.control if handover is not None else None)
             surfaces.append(socket)
         except OSError as error:
             raise ConfigError(str(error)) from error
         if settings.http.address is not None:
             http = HttpServer(self, self._exporter, path, settings.http.address, warn=self._log.warning)
-            await http.start()
+            await http.start(handover.http if handover is not None else ())
             surfaces.append(http)
         return surfaces
 
     def _signalled(self, number: signal.Signals) -> None:
         self._log.info("shutting down", signal=number.name)
         self._notifier.stopping("ending the engine")
+        self._shutting_down = True
         self.post(Commanded(at_ns=boottime_ns(), verb="shutdown", by=number.name))
 
     def _task(self, work: object) -> None:

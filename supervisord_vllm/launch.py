@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from supervisord_vllm.clock import boottime_ns
+from supervisord_vllm.clock import SECOND_NS, boottime_ns
+from supervisord_vllm.core import actions as act
 from supervisord_vllm.core.facts import (
+    BurstDone,
     CanaryDone,
     DeviceMemory,
     Diagnosed,
@@ -26,6 +28,7 @@ from supervisord_vllm.core.facts import (
     LoadSeen,
     OomKilled,
     PhaseSeen,
+    Signalled,
     Spawned,
     SpawnFailed,
     TreeEnded,
@@ -33,14 +36,17 @@ from supervisord_vllm.core.facts import (
 from supervisord_vllm.engine.circumstance import Outside
 from supervisord_vllm.engine.classifier import Classifier
 from supervisord_vllm.engine.events import Event, FatalEvent, LedgerEvent, PhaseEvent
-from supervisord_vllm.engine.metrics import EngineLoad
+from supervisord_vllm.engine.metrics import EngineLoad, NoPage
 from supervisord_vllm.engine.probe import NO_ANSWER, EngineClient, Served
+from supervisord_vllm.engine.proof import Burst, BurstOrder, BurstResult
 from supervisord_vllm.engine.tail import Tail, tail
 from supervisord_vllm.host.exits import Exit
 from supervisord_vllm.host.kernel import oom_kills
 from supervisord_vllm.host.leftovers import clear_segments, segments
 from supervisord_vllm.host.process import Child, SpawnError, spawn, wait_exit
 from supervisord_vllm.host.tree import DEFAULT_PATIENCE, Identity, Patience, Phase, end_tree, owned_pids, stop
+from supervisord_vllm.store.launch_logs import prepare_launch_log, shorten_past_logs
+from supervisord_vllm.store.log_space import LogSpace
 from supervisord_vllm.vigil import Terms, Vigil
 
 OUTPUT_DEADLINE_S = 10.0
@@ -55,8 +61,14 @@ KERNEL_LINES = 64
 """Lines of the kernel's log that are kept for the verdict."""
 HEADLESS_SETTLE_S = 5.0
 """An engine without an API of its own counts as up this long after it has its KV cache."""
+SPACE_EVERY_S = 5.0
+"""Between two looks at the disk that the log is on."""
 IDLE_PAGES = 2
 """Pages of /metrics in a row without a request before an engine counts as idle."""
+
+
+UNSEEN = -1
+"""No status of /health: what was seen last, by another daemon, may hold no more."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Order:
     shown: tuple[str, ...]
     marker: str
     log: Path
+    log_bytes: int
     cwd: Path | None
     grace_s: float
     served: Served
@@ -83,11 +96,15 @@ class Outlets:
     """Where a launch speaks to: the queue of facts and the copy of its output; and where it asks for memory."""
 
     post: Callable[[Fact], None]
-    line: Callable[[bytes], None]
+    line: Callable[[bytes, int], None]
     settled: Callable[[], Awaitable[tuple[DeviceMemory, ...]]]
     last_sample: Callable[[], tuple[DeviceMemory, ...]]
     told: Callable[[str], object]
     buses: Callable[[], frozenset[str]]
+    page: Callable[[int, EngineLoad | NoPage], None]
+    """Takes each page of /metrics, or that there was none, with the launch's number."""
+    moved: Callable[[], None]
+    """The burst of a proof has gone on."""
 
 
 class EngineLaunch:
@@ -96,6 +113,7 @@ class EngineLaunch:
     def __init__(self, order: Order, client: EngineClient, outlets: Outlets) -> None:
         self.order = order
         self.load: EngineLoad | None = None
+        self.bursting: Burst | None = None
         self._client = client
         self._out = outlets
         self._classifier = Classifier()
@@ -112,25 +130,58 @@ class EngineLaunch:
         self._killed = 0
         self._kernel: list[str] = []
         self._known_pids: frozenset[int] = frozenset()
+        self._status: int | None = None
+        self._copied = 0
+        self._cut: int | None = None
+        self._waited_s = 0.0
+        self._signalled = False
         self._empty_pages = 0
         self._idle: bool | None = None
         self._segments: frozenset[str] = frozenset()
+        self._space = LogSpace(
+            order.log,
+            order.log_bytes,
+            outlets.told,
+            lambda: shorten_past_logs(order.log.parent, order.number),
+        )
+        self._space_wanted = asyncio.Event()
         self.vigil = Vigil(order.terms, client, outlets.post, self.own_pids)
 
     def begin(self) -> None:
         """Start the process; returns at once."""
         self._spawned = self._task(self._begin())
 
+    def adopt(self, child: Child, *, healthy: bool, copied: int, cut: int | None) -> None:
+        """Go on with a process that an earlier daemon spawned; returns at once. Its log is read again from the start,
+        for the verdict; the copy goes on from the position ``copied``, and only lines before ``cut`` can be a cause.
+        Of one that was ``healthy`` the first look at /health is told whatever it says."""
+        self._status = UNSEEN if healthy else None
+        self._child = child
+        self._copied, self._cut = copied, cut
+        self._kills = oom_kills()
+        self._watch(child)
+
+    async def settled(self) -> None:
+        """Until no spawn is half done."""
+        if self._spawned is not None:
+            await asyncio.wait((self._spawned,))
+
     def canary(self) -> None:
         """Ask for one token; returns at once."""
         self._probe(self._canary())
+
+    def burst(self, action: act.Burst) -> None:
+        """Send the burst of the proof; returns at once."""
+        self._probe(self._burst(action))
 
     def force(self) -> None:
         """A stop in progress waits no longer: KILL."""
         self._forced.set()
 
-    def stop(self, phase: Phase) -> None:
-        """End the engine, politely first; returns at once. Only lines before this can be a cause."""
+    def stop(self, phase: Phase, waited_s: float = 0.0, *, signalled: bool = False) -> None:
+        """End the engine, politely first; returns at once. Only lines before this can be a cause. A daemon before us
+        may have ``signalled`` it and waited for so long."""
+        self._waited_s, self._signalled = waited_s, signalled
         self._task(self._end(phase))
 
     def end_tree(self) -> None:
@@ -167,6 +218,7 @@ class EngineLaunch:
     async def _begin(self) -> None:
         order = self.order
         self._kills = oom_kills()
+        await asyncio.to_thread(self._make_room)
         try:
             self._child = await spawn(order.argv, order.env, cwd=order.cwd, log_path=order.log, marker=order.marker)
         except SpawnError as error:
@@ -183,8 +235,17 @@ class EngineLaunch:
                 log=str(order.log),
             )
         )
+        self._watch(self._child)
+
+    def _make_room(self) -> None:
+        """Space for the output, before there is any: an engine that cannot print does not start."""
+        prepare_launch_log(self.order.log.parent, self.order.number)
+        self._space.keep(0)
+
+    def _watch(self, child: Child) -> None:
         self._reader = self._task(self._read())
-        self._task(self._watch_exit(self._child))
+        self._task(self._keep_space())
+        self._task(self._watch_exit(child))
         self._probe(self._poll_health())
         self._probe(self._poll_metrics())
         self._probe(self.vigil.watch())
@@ -193,6 +254,7 @@ class EngineLaunch:
         ended: Exit = await wait_exit(child)
         self._before_end = self._out.last_sample()
         self._exited.set()
+        self._space_wanted.set()
         self._count_kills()
         self._out.post(Exited(at_ns=boottime_ns(), launch=self.order.number, code=ended.code, signal=ended.signal))
 
@@ -207,14 +269,30 @@ class EngineLaunch:
         """The output: copied, and turned into facts."""
         self._tail = tail(self.order.log, stopped=self._exited)
         async for lines in self._tail:
-            for count, line in enumerate(lines, 1):
-                self._out.line(line)
+            for count, (line, end) in enumerate(zip(lines, lines.ends, strict=True), 1):
+                if self._cut is not None and end > self._cut:
+                    self._classifier.cut()
+                    self._cut = None
+                if end > self._copied:
+                    self._out.line(line, end)
                 if count <= WATCHED:
                     self.vigil.line(line)
                 for event in self._classifier.feed(line):
-                    self._out.post(self._fact(event))
+                    # Read before: what it says now of a dying engine was answered then.
+                    if end > self._copied or not isinstance(event, FatalEvent):
+                        self._out.post(self._fact(event))
                 if count % BATCH == 0:
                     await asyncio.sleep(0)
+            if self._space.due(self._tail.offset):
+                self._space_wanted.set()
+
+    async def _keep_space(self) -> None:
+        """The log takes no more of the disk than it may, and can grow on a full one."""
+        while not self._exited.is_set():
+            await asyncio.to_thread(self._space.keep, self._tail.offset if self._tail is not None else 0)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._space_wanted.wait(), SPACE_EVERY_S)
+            self._space_wanted.clear()
 
     def _fact(self, event: Event) -> Fact:
         now, launch = boottime_ns(), self.order.number
@@ -226,7 +304,7 @@ class EngineLaunch:
         return FatalSeen(at_ns=now, launch=launch, text=event.text)
 
     async def _poll_health(self) -> None:
-        seen: int | None = None
+        seen = self._status
         while not self._exited.is_set():
             status = await (self._settled_headless() if self.order.terms.headless else self._client.health())
             if status == NO_ANSWER:  # busy is not dead: whether anything moves is for the vigil to say
@@ -253,11 +331,13 @@ class EngineLaunch:
 
     async def _poll_metrics(self) -> None:
         while not self._exited.is_set():
-            load = None if self.order.terms.headless else await self._client.metrics()
-            if load is not None:
-                self.load = load
-                self.vigil.loaded(load)
-                self._tell_load(load)
+            page = None if self.order.terms.headless else await self._client.page()
+            if isinstance(page, EngineLoad):
+                self.load = page
+                self.vigil.loaded(page)
+                self._tell_load(page)
+            if page is not None:
+                self._out.page(self.order.number, page)
             self._count_kills()
             await self._pause(self.order.metrics_every_s)
 
@@ -296,7 +376,23 @@ class EngineLaunch:
                 detail=result.detail,
                 seconds=result.seconds,
                 status=result.status,
+                first_token_s=result.first_token_s,
             )
+        )
+
+    async def _burst(self, action: act.Burst) -> None:
+        wanted = (action.requests, action.prompt_tokens, action.output_tokens, action.max_ns / SECOND_NS)
+        try:
+            if self.order.terms.headless:
+                result = BurstResult(True, detail="headless: no API")
+            else:
+                self.bursting = Burst(self._client, BurstOrder(*wanted, self.order.served), self._out.moved)
+                result = await self.bursting.run()
+        except Exception as error:  # noqa: BLE001 - our own mistake must not end an engine that works
+            self._out.told(f"the burst of launch {self.order.number} could not be carried out: {error!r}")
+            result = BurstResult(True, detail=f"could not be carried out: {error!r}"[:200])
+        self._out.post(
+            BurstDone(at_ns=boottime_ns(), launch=self.order.number, requests=action.requests, **asdict(result))
         )
 
     async def _end(self, phase: Phase | None) -> None:
@@ -323,10 +419,18 @@ class EngineLaunch:
             probe.cancel()
         if phase is not None:
             self._segments |= await asyncio.to_thread(lambda: segments(self.own_pids()))
-            await self._overtaken()
-            self._classifier.cut()
+            if not self._signalled:
+                await self._overtaken()
+                self._classifier.cut()
+                position = self._tail.offset if self._tail is not None else 0
+                self._out.post(Signalled(at_ns=boottime_ns(), launch=launch, position=position))
             survivors = await stop(
-                child, phase=phase, grace_s=self.order.grace_s, patience=self.order.patience, force=self._forced
+                child,
+                phase=phase,
+                grace_s=max(0.0, self.order.grace_s - self._waited_s),
+                patience=self.order.patience,
+                force=self._forced,
+                signalled=self._signalled,
             )
         else:
             survivors = await end_tree(child, patience=self.order.patience)

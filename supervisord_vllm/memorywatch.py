@@ -1,7 +1,7 @@
 """Device memory while the daemon runs: sampled for the status page, for the verdict on a death, for the way back up.
 
 The gate samples for itself. Only what changes something is a fact: memory that cannot be read any more or again, a
-device that vanished, and room beside an engine that a neighbour had lowered.
+device that vanished, room beside an engine that a neighbour had lowered, and own memory that creeps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import structlog
 
 from supervisord_vllm.clock import boottime_ns
 from supervisord_vllm.core.climbing import room_matters
-from supervisord_vllm.core.facts import DeviceMemory, DevicesSeen, Fact, RoomSeen
+from supervisord_vllm.core.creep import CreepWatch, creep_matters
+from supervisord_vllm.core.facts import CreepSeen, DeviceMemory, DevicesSeen, Fact, RoomSeen
+from supervisord_vllm.core.levers import UTILIZATION
 from supervisord_vllm.core.state import State, StateName
 from supervisord_vllm.host.memory import MemoryUnavailable, Sampler
 
@@ -46,7 +48,9 @@ class MemoryWatch:
         owner: Callable[[], Owner | None],
     ) -> None:
         self.error: str | None = None
+        self.listener: Callable[[tuple[DeviceMemory, ...]], None] = lambda _: None
         self.own_pids: frozenset[int] = frozenset()
+        self.creep = CreepWatch()
         self._sampler = sampler
         self._post = post
         self._state = state
@@ -62,10 +66,18 @@ class MemoryWatch:
     async def watch(self) -> None:
         """Sample for ever, except in front of the gate."""
         while True:
-            owner = self._owner()
-            if self._state().name is not StateName.GATING:
-                self._tell_room(await self._sample(owner))
+            owner = await self.once()
             await asyncio.sleep(MEMORY_EVERY_S if owner is not None else IDLE_MEMORY_EVERY_S)
+
+    async def once(self) -> Owner | None:
+        """One sample, and what it says; whose it was."""
+        owner = self._owner()
+        if self._state().name is not StateName.GATING:
+            devices = await self._sample(owner)
+            self._tell_room(devices)
+            self._tell_creep(devices)
+            self.listener(devices)
+        return owner
 
     async def settled(self) -> tuple[DeviceMemory, ...]:
         """Memory once a dead engine's share was given back: two samples alike, at most `SETTLE_S` later."""
@@ -85,6 +97,18 @@ class MemoryWatch:
         state = self._state()
         if state.launch is not None and devices and room_matters(state, devices):
             self._post(RoomSeen(at_ns=boottime_ns(), launch=state.launch.number, devices=devices))
+
+    def _tell_creep(self, devices: tuple[DeviceMemory, ...]) -> None:
+        """Own memory of a serving engine that begins or ends to creep, or does so at another rate, is a fact."""
+        state = self._state()
+        launch = state.launch
+        if state.name is not StateName.SERVING or launch is None or launch.ready_ns is None or not devices:
+            return
+        now, utilization = boottime_ns(), launch.levers.number(UTILIZATION)
+        self.creep = self.creep.sampled(now, launch.number, launch.ready_ns, devices, utilization)
+        # Without an estimate there is nothing to say: a daemon that was replaced begins to watch anew.
+        if self.creep.growth and creep_matters(launch.growth, self.creep.creep):
+            self._post(CreepSeen(at_ns=now, launch=launch.number, growth=self.creep.creep))
 
     async def _sample(self, owner: Owner | None) -> tuple[DeviceMemory, ...]:
         own = await asyncio.to_thread(owner.own_pids) if owner is not None else frozenset()

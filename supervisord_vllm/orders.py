@@ -6,7 +6,7 @@ import os
 
 from supervisord_vllm.config import Settings
 from supervisord_vllm.config.arguments import value
-from supervisord_vllm.core.actions import Spawn
+from supervisord_vllm.core.actions import Adopt, Spawn
 from supervisord_vllm.core.levers import MODEL_LEN
 from supervisord_vllm.core.progress import Gaps
 from supervisord_vllm.engine.command import command_line, engine_environment
@@ -18,7 +18,7 @@ from supervisord_vllm.store.launch_logs import launch_log
 from supervisord_vllm.vigil import Terms
 
 
-def order_of(settings: Settings, redactor: Redactor, marker: str, action: Spawn, gaps: Gaps) -> Order:
+def order_of(settings: Settings, redactor: Redactor, marker: str, action: Spawn | Adopt, gaps: Gaps) -> Order:
     """What one launch is started with; ``gaps`` is what the launches before it taught of healthy silence."""
     engine = settings.engine
     argv = command_line(engine, action.levers)
@@ -34,6 +34,7 @@ def order_of(settings: Settings, redactor: Redactor, marker: str, action: Spawn,
         shown=redactor.argv(argv),
         marker=marker,
         log=launch_log(settings.state_dir / "launches", action.launch),
+        log_bytes=settings.log.keep_launch_bytes,
         cwd=engine.working_dir,
         grace_s=grace,
         served=settings.proof.canary,

@@ -7,20 +7,27 @@ Imports the standard library and the core only: ``status`` and ``explain`` start
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from supervisord_vllm.clock import SECOND_NS, Now
+from supervisord_vllm.clock import SECOND_NS, Now, rfc3339
 from supervisord_vllm.core import codec
 from supervisord_vllm.core.decision import Decision
-from supervisord_vllm.core.facts import DeviceMemory
+from supervisord_vllm.core.facts import DeviceMemory, Hold
 from supervisord_vllm.core.ledger import requested
-from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers, show
+from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers, show, value_to_json
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.state import Launch, State, StateName, budget_left, outlook
 from supervisord_vllm.engine.metrics import EngineLoad
+from supervisord_vllm.lasting import HELD, hold_document
 from supervisord_vllm.store.history import DecisionRecord, History, LaunchRecord
+
+if TYPE_CHECKING:  # a client that reads the store needs no rules
+    from supervisord_vllm.core.creep import Growth
+    from supervisord_vllm.core.wayback import WayBack
+    from supervisord_vllm.strain import Strained
 
 SCHEMA = 1
 NO_DAEMON = "no-daemon"
@@ -58,9 +65,12 @@ class Snapshot:
     state: str
     since_ns: int
     declared: Levers = field(default_factory=Levers)
+    ceilings: Levers = field(default_factory=Levers)
+    """How high each lever may stand at present (`core.ceilings`)."""
     ready: bool = False
     proven: bool = False
     held: bool = False
+    hold: Hold | None = None
     act: bool = True
     given_up: str | None = None
     launch: LaunchView | None = None
@@ -68,20 +78,31 @@ class Snapshot:
     memory_error: str | None = None
     memory_age_s: float | None = None
     load: EngineLoad | None = None
+    strained: Strained | None = None
+    proof: Document | None = None
+    """Part and progress of the launch's proof (`proof_progress.document`)."""
     decision: Decision | None = None
     outcome: str | None = None
     earlier: DecisionRecord | None = None
     next_what: str = ""
     next_ns: int | None = None
+    way_back: WayBack | None = None
+    growth: Mapping[str, Growth] = field(default_factory=dict)
+    """How the engine's own memory grows, by device, once that was watched for some hours."""
     budget_left: int = 0
     window_s: float = 0.0
     pid: int = 0
     version: str = ""
+    daemon_since: float = 0.0
+    """Wall time, in seconds, at which this daemon began: another one after an upgrade, though the pid stays."""
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
 def snapshot_of(policy: Policy, state: State, now: Now) -> Snapshot:
     """What the core's state says; the shell adds what only it knows with `dataclasses.replace`."""
+    from supervisord_vllm.core.ceilings import ceilings  # only a daemon asks
+    from supervisord_vllm.core.wayback import way_back
+
     launch = state.launch if state.name in _ON else None
     what, at_ns = outlook(policy, state)
     return Snapshot(
@@ -90,9 +111,12 @@ def snapshot_of(policy: Policy, state: State, now: Now) -> Snapshot:
         state=state.name.value,
         since_ns=state.since_ns,
         declared=policy.declared,
+        ceilings=ceilings(policy, state),
         ready=state.ready,
         proven=launch is not None and launch.proven,
         held=state.held,
+        hold=state.hold,
+        way_back=way_back(policy, state, now.boottime_ns),
         act=policy.act,
         given_up=state.given_up,
         launch=None if launch is None else _view(launch),
@@ -132,6 +156,17 @@ def why_not_ready(snapshot: Snapshot) -> str:
     return f"{snapshot.state}: {text}" if text else snapshot.state
 
 
+def headline(snapshot: Snapshot) -> str:
+    """One line for ``systemctl status``: the phase, the engine's levers, what is next or why nothing is."""
+    launch = snapshot.launch
+    state = snapshot.state
+    if launch is not None:
+        levers = ", ".join(f"{name} {show(name, value)}" for name, value in launch.levers.items())
+        state = f"{state}, launch {launch.number} ({levers or 'vLLM defaults'})"
+    coming = "" if snapshot.next_what.startswith("nothing") else snapshot.next_what
+    return ": ".join(filter(None, (state, snapshot.given_up or coming)))
+
+
 def status_document(snapshot: Snapshot) -> Document:
     """``status --json`` and ``/api/v1/status`` of a running daemon."""
     show_time = snapshot.now.show
@@ -145,6 +180,7 @@ def status_document(snapshot: Snapshot) -> Document:
         "ready": snapshot.ready,
         "proven": snapshot.proven,
         "held": snapshot.held,
+        "hold": _hold(snapshot),
         "act": snapshot.act,
         "reason": why_not_ready(snapshot),
         "given_up": snapshot.given_up,
@@ -160,19 +196,29 @@ def status_document(snapshot: Snapshot) -> Document:
             "phase": launch.phase,
         },
         "declared": snapshot.declared.to_json(),
+        "ceilings": snapshot.ceilings.to_json(),
         "degraded": bool(degraded),
         "degraded_levers": list(degraded),
-        "memory": [_device(device, launch) for device in snapshot.memory],
+        "way_back": _way_back(snapshot),
+        "memory": [_device(device, launch, snapshot.growth.get(device.device)) for device in snapshot.memory],
         "memory_error": snapshot.memory_error,
         "memory_age_s": None if snapshot.memory_age_s is None else round(snapshot.memory_age_s, 1),
         "load": None if snapshot.load is None else snapshot.load.to_json(),
+        "pressure": _pressure(snapshot.strained),
+        "proof": snapshot.proof,
         "decision": _last_decision(snapshot),
         "next": {
             "what": snapshot.next_what,
             "at": None if snapshot.next_ns is None else show_time(snapshot.next_ns),
+            "earliest": snapshot.state == StateName.SERVING.value,  # else a deadline
         },
         "budget": {"left": snapshot.budget_left, "window_s": snapshot.window_s},
-        "daemon": {"pid": snapshot.pid, "version": snapshot.version, "counters": dict(snapshot.counters)},
+        "daemon": {
+            "pid": snapshot.pid,
+            "version": snapshot.version,
+            "since": rfc3339(snapshot.daemon_since),
+            "counters": dict(snapshot.counters),
+        },
     }
 
 
@@ -194,20 +240,25 @@ def status_from_history(name: str, history: History) -> Document:
         "since": max(ended, default=None),
         "ready": False,
         "proven": False,
-        "held": bool(history.meta("held")),
+        "held": (hold := hold_document(history.meta(HELD), time.time())) is not None,
+        "hold": hold,
         "act": True,
         "reason": "no daemon runs",
         "given_up": None,
         "launch": None if launch is None else launch_document(launch),
         "declared": history.policy(runs[-1].run).declared.to_json() if runs else {},
+        "ceilings": {},
         "degraded": False,
         "degraded_levers": [],
+        "way_back": None,
         "memory": [],
         "memory_error": None,
         "memory_age_s": None,
         "load": None,
+        "pressure": None,
+        "proof": None,
         "decision": None if decision is None else recorded_decision_document(decision),
-        "next": {"what": "nothing: no daemon runs", "at": None},
+        "next": {"what": "nothing: no daemon runs", "at": None, "earliest": False},
         "budget": None,
         "daemon": None,
     }
@@ -292,7 +343,74 @@ def _decision(json: Mapping[str, Any], at: str, outcome: str | None) -> Document
     }
 
 
-def _device(device: DeviceMemory, launch: LaunchView | None) -> Document:
+def _pressure(strained: Strained | None) -> Document | None:
+    """How slow the engine is against its targets, and what that has cost of what a restart would."""
+    if strained is None:
+        return None
+    targets = strained.targets
+    named = (("ttft_p95_s", targets.ttft_ns), ("inter_token_p95_s", targets.inter_token_ns))
+    return {
+        "targets": {
+            name: None if ns is None else ns / SECOND_NS for name, ns in (*named, ("queue_p95_s", targets.queue_ns))
+        },
+        "origin": strained.origin,
+        "verdict": strained.verdict,
+        "curable": strained.curable,
+        "loss": round(strained.loss, 3),
+        "lost_s": round(strained.lost_s, 1),
+        "worth_s": round(strained.worth_s, 1),
+        "engines_needed": None if strained.engines is None else round(strained.engines, 1),
+        "judging": strained.judging,
+        "missed_pages": strained.missed,
+    }
+
+
+def _hold(snapshot: Snapshot) -> Document | None:
+    hold, show_time = snapshot.hold, snapshot.now.show
+    if hold is None:
+        return None
+    return {
+        "by": hold.by or None,
+        "reason": hold.reason or None,
+        "since": show_time(hold.since_ns),
+        "until": None if hold.until_ns is None else show_time(hold.until_ns),
+    }
+
+
+def _way_back(snapshot: Snapshot) -> Document | None:
+    """Why the launch is below what is declared, lever by lever, and when that will be taken back."""
+    back = snapshot.way_back
+    if back is None:
+        return None
+    return {
+        "levers": [
+            {
+                "lever": below.lever,
+                "now": value_to_json(below.lever, below.now),
+                "declared": value_to_json(below.lever, below.declared),
+                "why": below.why,
+                "climbs": below.climbs,
+            }
+            for below in back.levers
+        ],
+        "waits_for": back.waits_for,
+        "at": None if back.at_ns is None else snapshot.now.show(back.at_ns),
+    }
+
+
+def _growth(growth: Growth | None) -> Document | None:
+    if growth is None:
+        return None
+    return {
+        "bytes_per_hour": growth.per_hour,
+        "low": growth.low,
+        "high": growth.high,
+        "hours": round(growth.span_ns / (3600 * SECOND_NS), 1),
+        "creeps": growth.creeps,
+    }
+
+
+def _device(device: DeviceMemory, launch: LaunchView | None, growth: Growth | None = None) -> Document:
     utilization = None if launch is None else launch.levers.number(UTILIZATION)
     return {
         "gpu": device.device,
@@ -300,6 +418,7 @@ def _device(device: DeviceMemory, launch: LaunchView | None) -> Document:
         "free_bytes": device.free_bytes,
         "requested_bytes": None if utilization is None else requested(utilization, device.total_bytes),
         "own_bytes": device.own_bytes,
+        "growth": _growth(growth),
         "holders": [
             {
                 "pid": holder.pid,

@@ -53,6 +53,7 @@ window = "100ms"
 patience = "300ms"
 deadline = "{deadline}"
 [proof]
+concurrency = {burst}
 soak = "300ms"
 [restart]
 backoff = {{ first = "100ms", max = "1s" }}
@@ -81,6 +82,19 @@ min = 1024
 [[ladder]]
 lever = "enforce-eager"
 """
+
+DEFAULTS: dict[str, object] = {
+    "python": sys.executable,
+    "model": MODEL,
+    "faults": "",
+    "levers": "",
+    "ladder": LADDER,
+    "top": "",
+    "args": "[]",
+    "deadline": "60s",
+    "burst": 0,  # requests are counted by the faults of many tests
+}
+"""What fills `POLICY`, but for the folder and the ports."""
 
 
 def free_port() -> int:
@@ -117,20 +131,8 @@ class DaemonProcess:
 
     def write(self, **values: object) -> None:
         """Write the policy file."""
-        fields: dict[str, object] = {
-            "folder": self.folder,
-            "python": sys.executable,
-            "model": MODEL,
-            "port": self.port,
-            "http": self.http,
-            "faults": "",
-            "levers": "",
-            "ladder": LADDER,
-            "top": "",
-            "args": "[]",
-            "deadline": "60s",
-        }
-        self.policy.write_text(POLICY.format(**{**fields, **values}))
+        place = {"folder": self.folder, "port": self.port, "http": self.http}
+        self.policy.write_text(POLICY.format(**{**DEFAULTS, **place, **values}))
 
     def start(self, *words: str) -> None:
         """Start the daemon."""

@@ -168,7 +168,8 @@ def check(play: Play) -> None:
             recent = [other for other in restarts if at - policy.window_ns / SECOND < other <= at]
             assert len(recent) <= policy.budget, f"{len(recent)} same-again restarts in one window at {at}"
     planned = [j.at_s for j in play.decisions if _climbs(j.decision) and j.decision.acted]
-    if not any(operator.verb == "reset" for operator in play.scenario.operators):
+    # A reset forgets the count; a hold that takes a change back while it drains gives its restart back.
+    if not any(operator.verb in ("reset", "hold") for operator in play.scenario.operators):
         assert len(planned) <= policy.planned_per_day, f"{len(planned)} planned restarts in a day"
     for judged in play.decisions:
         if _climbs(judged.decision):

@@ -26,6 +26,7 @@ from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import DeviceMemory
 from supervisord_vllm.core.levers import Levers, Weights
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.series import Series
 from supervisord_vllm.status import LaunchView, Snapshot
 from supervisord_vllm.store import Store
 
@@ -55,8 +56,17 @@ class Daemon(Control):
     def snapshot(self) -> Snapshot:
         return self.now
 
+    def series(self) -> dict[str, Any]:
+        return Series(5.0).document(self.now.name, self.now.now)
+
     async def command(
-        self, verb: Verb, reason: str, by: str, lever: str = "", direction: Literal["up", "down"] = "down"
+        self,
+        verb: Verb,
+        reason: str,
+        by: str,
+        lever: str = "",
+        direction: Literal["up", "down"] = "down",
+        for_ns: int | None = None,
     ) -> str:
         if verb == "stop":
             raise RefusedError("stopping already")
@@ -85,6 +95,8 @@ def test_the_control_socket_answers_and_takes_verbs(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
             status = await asyncio.to_thread(ask, path, "/status")
             assert status["name"] == "qwen"
+            series = await asyncio.to_thread(ask, path, "/series")
+            assert series["points"]["age_s"] == []
             hold = {"verb": "hold", "reason": "night\x1b[2J"}
             assert await asyncio.to_thread(ask, path, "/command", hold) == {"message": "hold: taken"}
             ((verb, reason, by),) = daemon.told
@@ -107,6 +119,10 @@ def test_the_control_socket_answers_and_takes_verbs(tmp_path: Path) -> None:
         ({}, "unknown verb"),
         ([], "unknown verb"),
         ({"verb": "hold", "reason": 7}, "the reason is no text"),
+        ({"verb": "hold", "for": "2 hours"}, 'for: got "2 hours"; write a duration like "90s"'),
+        ({"verb": "hold", "for": 7200}, "for: got 7200; write a duration"),
+        ({"verb": "hold", "for": "0s"}, "must be longer than zero"),
+        ({"verb": "stop", "for": "2h"}, "for: only a hold lasts for a time, stop does not"),
         ({"verb": "hold", "reason": "x" * 100_000}, "413"),
     ],
 )
@@ -241,6 +257,8 @@ def test_machines_see_liveness_readiness_and_status(tmp_path: Path) -> None:
             assert (await get(server, "/livez"))[0] == 200
             status, kind, text = await get(server, "/api/v1/status")
             assert (status, kind.split(";")[0], json.loads(text)["state"]) == (200, "application/json", "gating")
+            status, kind, text = await get(server, "/api/v1/series")
+            assert (status, kind.split(";")[0], json.loads(text)["name"]) == (200, "application/json", "qwen")
             assert (await get(server, "/api/v1/history"))[0] == 503
             assert (await get(server, "/nothing"))[0] == 404
             assert (await get(server, "/api/v1/status", "POST"))[0] == 405

@@ -11,10 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from days import DECLARED, LADDER
 from simulated_days import within_bounds
 from supervisord_vllm.core import actions as act
+from supervisord_vllm.core.creep import HOUR_NS, Growth
 from supervisord_vllm.core.diagnosis import Action, Diagnosis, Kind
 from supervisord_vllm.core.facts import (
     CanaryDone,
+    ClockSeen,
     Commanded,
+    CreepSeen,
     DaemonStarted,
     DeviceMemory,
     Diagnosed,
@@ -40,10 +43,18 @@ from supervisord_vllm.core.policy import SECOND, Policy
 from supervisord_vllm.core.remedies import pinned
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
 
+MIB = 1 << 20
 GIB = 1 << 30
 TOTAL = 140 * GIB
 POLICY = Policy(
-    "stateful", DECLARED, LADDER, on_give_up="stay", step_up_ns=600 * SECOND, planned_per_day=2, max_launches=8
+    "stateful",
+    DECLARED,
+    LADDER,
+    on_give_up="stay",
+    step_up_ns=600 * SECOND,
+    planned_per_day=2,
+    max_launches=8,
+    allow=frozenset({"planned-recycle"}),
 )
 NUMBERS = st.fixed_dictionaries(
     {},
@@ -208,14 +219,50 @@ class Deciding(RuleBasedStateMachine):
     def a_relief_is_judged(self, keep: bool) -> None:
         self.tell(ReliefJudged(at_ns=0, launch=self.living or 0, keep=keep))
 
+    @precondition(lambda self: self.state.name is StateName.SERVING)
+    @rule(rate=st.sampled_from([None, MIB, 300 * MIB]), free=st.sampled_from([0, GIB, 40 * GIB]))
+    def memory_creeps(self, rate: int | None, free: int) -> None:
+        growth = None if rate is None else Growth("GPU-0", self.now, rate, rate, rate, 4 * HOUR_NS, 20 * GIB, free)
+        self.tell(CreepSeen(at_ns=0, launch=self.living or 0, growth=growth))
+
+    @rule(hours=st.integers(-3, 30), offset=st.integers(-12, 14))
+    def the_clock_is_set(self, hours: int, offset: int) -> None:
+        wall = self.state.wall_s(self.now) + hours * 3600
+        self.tell(ClockSeen(at_ns=0, wall_s=wall, utc_offset_s=offset * 3600))
+
+    @rule(seconds=st.integers(1, 5000))
+    def an_operator_holds_for_a_time(self, seconds: int) -> None:
+        self.held(Commanded(at_ns=0, verb="hold", for_ns=seconds * SECOND))
+        assert self.state.hold is not None
+
+    def held(self, fact: Commanded) -> None:
+        """A hold that takes a step up back while it drains gives its planned restart back."""
+        draining = self.state.draining
+        self.tell(fact)
+        probe = draining.plan.probe if draining is not None and draining.plan is not None else None
+        if draining is not None and draining.counted and probe is not None and probe.why == "step-up":
+            self.plans.pop()
+
     @rule(verb=st.sampled_from(["stop", "start", "hold", "resume", "restart", "drain", "reset", "step"]))
     def an_operator_speaks(self, verb: str) -> None:
         if verb not in ("hold", "resume"):
             self.operated = True
-        self.tell(Commanded(at_ns=0, verb=verb, lever="max_num_seqs", direction="down"))  # type: ignore[arg-type]
+        said = Commanded(at_ns=0, verb=verb, lever="max_num_seqs", direction="down")  # type: ignore[arg-type]
+        if verb == "hold":
+            self.held(said)
+        else:
+            self.tell(said)
         if self.state.name is StateName.ADOPTING:
             self.living = None  # what could not be ended before is ended now
             self.tell(LeftoversReaped(at_ns=0))
+
+    @invariant()
+    def a_hold_that_is_over_is_gone_and_one_that_is_not_has_its_timer(self) -> None:
+        hold = self.state.hold
+        if hold is not None and hold.until_ns is not None:
+            wake = wake_at_ns(POLICY, self.state)
+            assert wake is not None
+            assert wake <= hold.until_ns
 
     @invariant()
     def an_engine_lives_only_where_the_state_says_so(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from labelled import CAPTURES, DATA
 from supervisord_vllm.cli.diagnose import bounded_lines, diagnose
 from supervisord_vllm.engine.lines import LIMIT
 from supervisord_vllm.engine.logfile import followed
+from supervisord_vllm.holes import punch
 
 H200 = CAPTURES / "h200-vllm-0.26.0"
 ROOT = DATA.parent.parent
@@ -81,6 +83,29 @@ def test_the_human_answer_names_cause_evidence_and_flag() -> None:
 def test_standard_input_is_read_for_a_dash() -> None:
     code, out, _ = run("--json", "-", stdin=(H200 / "05-no-cache-blocks.log").read_bytes())
     assert (code, json.loads(out)["kind"]) == (0, "kv_no_blocks")
+
+
+def test_a_log_of_which_the_middle_was_given_up_is_judged_by_the_rest(tmp_path: Path) -> None:
+    up = b"Application startup complete.\n"
+    head, up, end = (H200 / "08-runtime-oom.log").read_bytes().partition(up)
+    head += up
+    path = tmp_path / "000001.log"
+    filler = b'(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+    path.write_bytes(head + filler * 20_000 + end)
+    whole = json.loads(run("--json", str(path))[1])
+    file = os.open(path, os.O_RDWR)
+    first, last = punch(file, len(head), path.stat().st_size - len(end) - len(filler))
+    os.close(file)
+    assert last - first > 1 << 20
+    punched = json.loads(run("--json", str(path))[1])
+    for verdict in (whole, punched):
+        for evidence in verdict["evidence"]:
+            del evidence["line"]
+    assert punched == whole
+    file = os.open(path, os.O_RDWR)
+    punch(file, 0, first)
+    os.close(file)
+    assert json.loads(run("--json", str(path))[1])["kind"] == whole["kind"], "a hole at the beginning is no binary file"
 
 
 def test_exit_code_is_asked_for() -> None:

@@ -149,3 +149,15 @@ def test_without_a_v2_tree_or_outside_of_what_is_mounted_there_is_no_group(tmp_p
     assert cgroup.own_group(tmp_path) is None
     (tmp_path / "proc/self/cgroup").write_text("4:memory:/x\n")
     assert cgroup.own_group(tmp_path) is None
+
+
+def test_a_units_other_commands_see_the_groups_of_its_daemon(tmp_path: Path) -> None:
+    """systemd runs ExecStopPost= of a unit with a delegated cgroup in a group of its own below it."""
+    unit = tmp_path / "sys/fs/cgroup/system.slice/x.service"
+    (unit / ".control").mkdir(parents=True)
+    (unit / "supervise-abc.1").mkdir()
+    (tmp_path / "sys/fs/cgroup/cgroup.controllers").touch()
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/system.slice/x.service/.control\n")
+    assert cgroup.own_group(tmp_path) == unit
+    assert [group.path.name for group in cgroup.of_instance("abc", tmp_path)] == ["supervise-abc.1"]

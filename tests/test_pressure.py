@@ -12,8 +12,6 @@ from supervisord_vllm.core.pressure import (
     Histogram,
     Measure,
     Sample,
-    Terms,
-    Watch,
     binding,
     default_targets,
     late_share,
@@ -25,6 +23,7 @@ from supervisord_vllm.core.pressure import (
     sequences_held,
     verdict_on,
 )
+from supervisord_vllm.core.watch import Terms, Watch
 
 INF = float("inf")
 TTFT = Pressure(ttft_ns=5 * SECOND)
@@ -143,7 +142,7 @@ def test_a_watch_is_due_after_the_price_of_a_restart() -> None:
         counted = {"prompt_tokens": at * 80, "generation_tokens": at * 20, "finished": at}
         watch = watch.scraped(page(at, 0, at, waiting=5, kv_usage=0.5, **counted), terms)
         due.append(watch.due(terms))
-    assert due.index(True) == 6
+    assert due.index("slot") == 6
     assert watch.episode.verdict == "slot"
     assert watch.sequences(terms) == 10
 

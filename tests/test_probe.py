@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from supervisord_vllm.engine.metrics import EngineLoad
+from supervisord_vllm.engine.metrics import EngineLoad, NoPage
 from supervisord_vllm.engine.probe import LARGEST_REPLY, NO_ANSWER, EngineClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -107,9 +107,25 @@ def test_a_silent_engine_costs_its_time_out_and_no_more() -> None:
 def test_metrics_are_read_and_no_page_is_none() -> None:
     engine = Engine()
     engine.answers["/metrics"] = (200, "vllm:num_requests_running 3.0\n")
-    assert ask(engine, lambda client: client.metrics()) == EngineLoad(running=3)
+    assert ask(engine, lambda client: client.metrics()) == EngineLoad(running=3, engines=1)
     engine.answers["/metrics"] = (404, "vllm:num_requests_running 3.0\n")
     assert ask(engine, lambda client: client.metrics()) is None
+    missing = ask(engine, lambda client: client.page())
+    assert isinstance(missing, NoPage)
+    assert missing.why == "status"
+
+
+def test_a_page_that_does_not_come_in_time_is_slow() -> None:
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    engine = Engine()
+    engine.answers["/metrics"] = (200, silent)
+    missing = ask(engine, lambda client: client.page(), timeout=0.1)
+    assert isinstance(missing, NoPage)
+    assert missing.why == "slow"
+    assert 0.05 < missing.seconds < 20
 
 
 def test_a_reply_without_end_is_cut() -> None:
@@ -155,6 +171,7 @@ def test_the_canary_asks_the_base_model_for_one_token() -> None:
     [
         ({"/v1/completions": 404, "/v1/chat/completions": 200}, "/v1/chat/completions"),
         ({"/v1/completions": 400, "/v1/chat/completions": 400, "/v1/embeddings": 200}, "/v1/embeddings"),
+        ({"/v1/completions": 404, "/v1/embeddings": 400, "/v1/score": 200}, "/v1/score"),
     ],
 )
 def test_the_canary_goes_through_what_the_engine_serves_and_remembers_it(
@@ -162,7 +179,7 @@ def test_the_canary_goes_through_what_the_engine_serves_and_remembers_it(
 ) -> None:
     engine = Engine()
     for path, status in statuses.items():
-        good = {"data": [{"embedding": [0.1]}]} if path == "/v1/embeddings" else COMPLETION
+        good = COMPLETION if "completions" in path else {"data": [{"embedding": [0.1], "score": 0.5}]}
         engine.answers[path] = (status, good if status == 200 else {"error": {"message": "not supported"}})
 
     async def twice(client: EngineClient) -> None:
@@ -172,6 +189,43 @@ def test_the_canary_goes_through_what_the_engine_serves_and_remembers_it(
         assert [path for path, _ in engine.asked] == ["/v1/models", answered]
 
     ask(engine, twice)
+
+
+def test_the_canary_is_streamed_and_its_first_token_is_timed() -> None:
+    async def late(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        role = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+        await response.write(role)  # no token yet
+        await asyncio.sleep(0.2)
+        for piece in (b'data: {"choices": [{"delta": {"content": "x"}, "fini', b'sh_reason": "length"}]}\n', b"\n"):
+            await response.write(piece)
+        await asyncio.sleep(0.2)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    engine = Engine()
+    engine.answers["/v1/chat/completions"] = (200, late)
+    result = ask(engine, lambda client: client.canary("chat"))
+    assert engine.asked[-1][1]["stream"] is True
+    assert result.ok
+    assert result.first_token_s is not None
+    assert 0.15 < result.first_token_s < result.seconds - 0.15
+
+
+def test_a_stream_that_ends_in_an_error_is_no_answer() -> None:
+    async def dying(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n')
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    engine = Engine()
+    engine.answers["/v1/completions"] = (200, dying)
+    result = ask(engine, lambda client: client.canary())
+    assert (result.ok, result.detail) == (False, "/v1/completions: 500 EngineCore encountered an issue.")
+    assert engine.asked[-1][0] == "/v1/completions", "nothing else is tried on a dying engine"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +240,7 @@ def test_the_canary_goes_through_what_the_engine_serves_and_remembers_it(
         ("/v1/completions", 503, {"error": {"message": "paused"}}, "/v1/completions: 503 paused"),
         ("/v1/completions", 200, {"choices": []}, "200 without a result"),
         ("/v1/completions", 200, "[[[[", "200 without a result"),
-        ("/v1/completions", 404, {"detail": "Not Found"}, "/v1/embeddings: 404 Not Found"),
+        ("/v1/completions", 404, {"detail": "Not Found"}, "/v1/score: 404 Not Found"),
         ("/v1/models", 200, {"data": []}, "/v1/models: 200"),
         ("/v1/models", 200, {"data": ["tiny", {"id": 7}]}, "/v1/models: 200"),
         ("/v1/models", 500, "oops", "/v1/models: 500"),

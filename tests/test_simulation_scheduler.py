@@ -14,13 +14,16 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60)), min_size
 def drain(scheduler: Scheduler) -> dict[str, int]:
     """Tokens that each request got until nothing is left to do."""
     got: dict[str, int] = {}
+    began: list[str] = []
     for _ in range(20_000):
         if not scheduler.busy:
+            assert sorted(began) == sorted(got), "each begins once, however often it is preempted"
             return got
         step = scheduler.step()
         assert step.tokens <= scheduler.max_tokens
         assert len(scheduler.running) <= scheduler.max_seqs
         assert scheduler.free + sum(request.blocks for request in scheduler.running) == scheduler.blocks
+        began += step.admitted
         for name in step.advanced:
             got[name] = got.get(name, 0) + 1
     raise AssertionError("the requests are never answered")

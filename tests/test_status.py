@@ -14,7 +14,7 @@ from supervisord_vllm.cli.status import render, span, when
 from supervisord_vllm.clock import Now, parse_rfc3339, rfc3339
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Evidence, Kind
-from supervisord_vllm.core.facts import DeviceMemory, ProcessRef
+from supervisord_vllm.core.facts import DeviceMemory, Hold, ProcessRef
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.state import Launch, State, StateName
@@ -24,6 +24,7 @@ from supervisord_vllm.status import (
     LaunchView,
     Snapshot,
     degraded_levers,
+    headline,
     history_document,
     snapshot_of,
     status_document,
@@ -86,11 +87,11 @@ def test_the_status_document_has_the_documented_names() -> None:
     assert set(launch) >= {"number", "levers", "argv", "pid", "started_at", "log"}
     assert launch["levers"] == {"gpu_memory_utilization": 0.741, "max_model_len": 8192, "max_num_seqs": 16}
     (device,) = document["memory"]
-    assert set(device) == {"gpu", "total_bytes", "free_bytes", "requested_bytes", "own_bytes", "holders"}
+    assert set(device) == {"gpu", "total_bytes", "free_bytes", "requested_bytes", "own_bytes", "growth", "holders"}
     assert device["requested_bytes"] == -(-741 * 80 * GIB // 1000)
     assert device["holders"][0]["pid"] == 2712
     assert document["load"]["running"] == 4
-    assert document["next"] == {"what": "nothing: it serves", "at": None}
+    assert document["next"] == {"what": "nothing: it serves", "at": None, "earliest": True}
     assert document["budget"] == {"left": 5, "window_s": 3600}
     decision = document["decision"]
     assert set(decision) >= {
@@ -123,7 +124,7 @@ def test_degraded_means_below_what_was_declared(change: dict[str, Any], expected
 def test_a_snapshot_says_what_the_core_knows() -> None:
     policy = Policy(name="qwen", declared=DECLARED)
     launch = Launch(2, RUNNING, DECLARED, 5, pid=9, ready=True, ready_ns=7, proven=True, log="l", argv=("vllm",))
-    serving = State(name=StateName.SERVING, since_ns=8, launch=launch, held=True, last_decision=DECISION)
+    serving = State(name=StateName.SERVING, since_ns=8, launch=launch, hold=Hold(), last_decision=DECISION)
     snapshot = snapshot_of(policy, serving, NOW)
     assert (snapshot.state, snapshot.ready, snapshot.proven, snapshot.held) == ("serving", True, True, True)
     assert snapshot.launch == LaunchView(2, RUNNING, ("vllm",), 9, 5, "l", "importing")
@@ -254,3 +255,12 @@ def test_times_are_told_in_utc_with_their_distance() -> None:
     assert [span(seconds) for seconds in (5, 119, 120, 8040, 7200, 200_000)] == [
         *("5 s", "119 s", "2 min", "2 h 14 min", "2 h", "2 d 7 h"),
     ]
+
+
+def test_systemds_line_says_the_phase_the_levers_and_what_is_next() -> None:
+    levers = "gpu_memory_utilization 0.741, max_model_len 8,192, max_num_seqs 16"
+    assert headline(SNAPSHOT) == f"serving, launch 2 ({levers})"
+    coming = replace(SNAPSHOT, state="proving", next_what="a canary")
+    assert headline(coming) == f"proving, launch 2 ({levers}): a canary"
+    assert headline(replace(SNAPSHOT, state="given-up", launch=None, given_up="Why.")) == "given-up: Why."
+    assert headline(replace(SNAPSHOT, state="gating", launch=None, next_what="")) == "gating"

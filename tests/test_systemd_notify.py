@@ -1,8 +1,9 @@
-"""sd_notify, the watchdog's interval and the unit file."""
+"""sd_notify, the watchdog's interval, priorities in the journal, the unit file and its drop-in."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -14,9 +15,17 @@ from pathlib import Path
 import pytest
 
 from supervisord_vllm.exitcodes import ExitCode
-from supervisord_vllm.host.systemd import Notifier, watchdog_interval
+from supervisord_vllm.host.systemd import (
+    Notifier,
+    Pulse,
+    is_main_process,
+    to_journal,
+    watchdog_interval,
+    with_priority,
+)
 
 UNIT = Path(__file__).parent.parent / "systemd" / "vllm-supervise@.service"
+ADOPT = UNIT.with_name("adopt.conf")
 
 
 @contextmanager
@@ -40,7 +49,7 @@ def test_what_systemd_hears(tmp_path: Path, abstract: bool) -> None:
         assert notifier.watchdog()
         assert receiver.recv(1 << 16) == b"WATCHDOG=1"
         assert notifier.stopping("SIGTERM")
-        assert receiver.recv(1 << 16) == b"STOPPING=1\nSTATUS=SIGTERM"
+        assert receiver.recv(1 << 16) == b"STOPPING=1\nEXTEND_TIMEOUT_USEC=30000000\nSTATUS=SIGTERM"
 
 
 def test_without_systemd_nothing_happens() -> None:
@@ -101,3 +110,103 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     assert (code, said.count(str(tmp_path))) == (0, 0), said
     code, said = verify(good.replace("KillMode=mixed", "KillMode=mixd"))
     assert "kill mode" in said  # the check bites
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, False),
+        ({"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "x"}, True),
+        ({"SYSTEMD_EXEC_PID": "8", "INVOCATION_ID": "x", "NOTIFY_SOCKET": "/n"}, False),
+        ({"INVOCATION_ID": "x"}, True),
+    ],
+)
+def test_a_shell_in_a_unit_is_not_the_unit(environ: dict[str, str], wanted: bool) -> None:
+    assert is_main_process(environ, pid=7) is wanted
+
+
+def heard(receiver: socket.socket) -> list[bytes]:
+    """All that has come so far."""
+    receiver.setblocking(False)
+    found = []
+    while True:
+        try:
+            found.append(receiver.recv(1 << 16))
+        except BlockingIOError:
+            return found
+
+
+def test_a_loop_that_turns_is_heard_of_and_lengthens_what_systemd_waits_for(tmp_path: Path) -> None:
+    address = str(tmp_path / "notify")
+    with _listener(address) as receiver:
+        notifier = Notifier({"NOTIFY_SOCKET": address})
+        unwatched, watched = Pulse(notifier, {}), Pulse(notifier, {"WATCHDOG_USEC": "4000000"})
+        unwatched.beat(100.0, awaited=False)
+        assert heard(receiver) == []
+        for second in (100.0, 100.5, 101.9, 102.0, 103.0):
+            watched.beat(second, awaited=False)
+        assert heard(receiver) == [b"WATCHDOG=1"] * 2, "every two seconds: half of what is allowed"
+        for second in (105.0, 106.0, 109.9, 110.0):
+            unwatched.beat(second, awaited=True)
+        assert heard(receiver) == [b"EXTEND_TIMEOUT_USEC=30000000"] * 2, "every five seconds"
+
+
+def test_only_the_journals_own_stream_gets_priorities() -> None:
+    read, write = os.pipe()
+    try:
+        found = os.fstat(write)
+        journal = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        assert to_journal(write, journal)
+        assert not to_journal(write, {})
+        assert not to_journal(write, {"JOURNAL_STREAM": "8:1"}), "a stream that was redirected since"
+    finally:
+        os.close(read)
+        os.close(write)
+    assert not to_journal(write, journal)
+    assert with_priority("one\ntwo", "error") == "<3>one\n<3>two"
+    assert with_priority("one", "warning") == "<4>one"
+    assert with_priority("one", "no such level") == "<6>one"
+
+
+def test_the_log_gives_each_line_the_priority_of_its_event(tmp_path: Path) -> None:
+    """In an interpreter of its own: the set-up is the process's."""
+    script = """
+import os, sys
+found = os.fstat(2)
+os.environ["JOURNAL_STREAM"] = f"{found.st_dev}:{found.st_ino}"
+from supervisord_vllm.log import configure
+import structlog
+log = configure(form=sys.argv[1])
+structlog.get_logger().info("a")
+structlog.get_logger().warning("b")
+try:
+    1 / 0
+except ZeroDivisionError:
+    structlog.get_logger().exception("c")
+assert log.close()
+"""
+    for form in ("json", "console"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, form], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stderr.splitlines()
+        assert [line[:3] for line in lines[:2]] == ["<6>", "<4>"]
+        assert {line[:3] for line in lines[2:]} == {"<3>"}, "every line of a traceback"
+
+
+def test_the_adoption_drop_in_keeps_the_engine_after_a_crash_only(tmp_path: Path) -> None:
+    """The command of ExecStopPost=, run by a shell as systemd runs it."""
+    (line,) = [line for line in ADOPT.read_text().splitlines() if line.startswith("ExecStopPost=")]
+    program, option, command = shlex.split(line.partition("=")[2].replace("%i", "t").replace("$$", "$"))
+    assert (program, option) == ("/bin/sh", "-c")
+    reaped = tmp_path / "vllm-supervise"
+    reaped.write_text('#!/bin/sh\necho "$@"\n')
+    reaped.chmod(0o755)
+    command = command.replace("/usr/local/bin/vllm-supervise", str(reaped))
+    for result in ("success", "exit-code", "timeout", "protocol", "oom-kill", "start-limit-hit", "signal", "watchdog"):
+        done = subprocess.run(
+            [program, option, command], env={"SERVICE_RESULT": result}, capture_output=True, text=True, check=True
+        )
+        crashed = result in ("signal", "watchdog", "core-dump")
+        assert done.stdout == ("" if crashed else "reap --config /etc/vllm-supervise/t.toml\n"), result

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from supervisord_vllm.engine import tail as module
 from supervisord_vllm.engine.tail import LINE_LIMIT, Tail, _Cutter, tail
+from supervisord_vllm.holes import punch
 
 PATIENT_S = 30.0
 
@@ -85,7 +86,7 @@ def test_lines_arrive_while_the_file_grows_long_before_the_fallback(
 
 def test_without_inotify_the_file_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FALLBACK_S", 0.02)
-    monkeypatch.setattr(module._Announced, "_readable", lambda self: os.read(self._descriptor, 1 << 14))
+    monkeypatch.setattr(module._Announced, "_readable", lambda self: self._watch.clear())
 
     async def write(append: Callable[[bytes], None], seen: list[bytes]) -> None:
         await asyncio.sleep(0.05)
@@ -232,3 +233,65 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(data: bytes, cuts: list[int
     lines += cutter.finish()
     wanted = data.split(b"\n")
     assert lines == (wanted if wanted[-1] else wanted[:-1])
+
+
+def test_every_line_comes_with_the_position_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n\n" + b"x" * (LINE_LIMIT + 10) + b"\nthree\ntorn")
+
+    async def read() -> list[tuple[bytes, int]]:
+        stopped = asyncio.Event()
+        stopped.set()
+        return [pair async for lines in tail(path, stopped=stopped) for pair in zip(lines, lines.ends, strict=True)]
+
+    cut = 5 + LINE_LIMIT
+    assert asyncio.run(read()) == [
+        (b"one", 4),
+        (b"", 5),
+        (b"x" * LINE_LIMIT, cut),
+        (b"three", cut + 10 + 7),
+        (b"torn", cut + 10 + 11),
+    ]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"bb", b"x" * (LINE_LIMIT + 3), b"", b"y" * LINE_LIMIT]), min_size=1, max_size=6),
+    st.lists(st.integers(1, 2 * LINE_LIMIT), max_size=4),
+)
+def test_reading_from_any_lines_position_gives_what_comes_after_it(pieces: list[bytes], cuts: list[int]) -> None:
+    data = b"\n".join(pieces) + b"\n"
+    cutter, lines, ends = _Cutter(), list[bytes](), list[int]()
+    for begin, end in pairwise(sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})):
+        batch = cutter.feed(data[begin:end])
+        lines += batch
+        ends += batch.ends
+    for index, end in enumerate(ends, 1):
+        again = _Cutter(end, within_line=data[end - 1 : end] != b"\n").feed(data[end:])
+        assert (again, again.ends) == (lines[index:], ends[index:])
+
+
+def test_a_hole_is_no_text_and_moves_no_position(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    wanted = [b"line %06d of the engine's output" % number for number in range(20_000)]
+    path.write_bytes(b"\n".join(wanted) + b"\n")
+    ends = dict(zip(wanted, range(len(wanted[0]) + 1, 1 << 30, len(wanted[0]) + 1), strict=False))
+    file = os.open(path, os.O_RDWR)
+    hole = punch(file, 100_000, 400_000)
+    os.close(file)
+    assert 0 < hole[1] - hole[0] < 300_000
+
+    async def read(offset: int) -> tuple[list[tuple[bytes, int]], int]:
+        stopped = asyncio.Event()
+        stopped.set()
+        source = tail(path, offset=offset, stopped=stopped)
+        return [pair async for lines in source for pair in zip(lines, lines.ends, strict=True)], source.punched_bytes
+
+    seen, punched = asyncio.run(read(0))
+    assert punched == hole[1] - hole[0]
+    (torn,) = [pair for pair in seen if pair[0] not in ends]
+    assert torn[1] == hole[0]
+    assert any(line.startswith(torn[0]) for line in wanted)
+    whole = [pair for pair in seen if pair != torn]
+    assert whole == [(line, end) for line, end in ends.items() if end <= hole[0] or end - len(line) > hole[1]]
+    within = asyncio.run(read((hole[0] + hole[1]) // 2))[0]
+    assert within == [pair for pair in whole if pair[1] > hole[1]]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from supervisord_vllm.core import actions as act
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Diagnosis, Kind
 from supervisord_vllm.core.facts import (
+    BurstDone,
     CanaryDone,
     Cleaned,
     Commanded,
     DaemonStarted,
     DeviceMemory,
+    DeviceSoak,
     Diagnosed,
     Exited,
     Fact,
@@ -23,6 +26,7 @@ from supervisord_vllm.core.facts import (
     LedgerSeen,
     LeftoversReaped,
     ProcessRef,
+    SoakDone,
     Spawned,
     SpawnFailed,
     Tick,
@@ -50,6 +54,11 @@ class Outcome:
     code: int | None = 0
     canary: bool = True
     canary_status: int | None = None
+    dies_in: Literal["", "canary", "burst"] = ""
+    burst_failed: int = 0
+    burst_silent: bool = False
+    soak_takes: int = 0
+    """Bytes that the engine takes during its soak, beyond what it requested."""
     unexecuted: str | None = None
     lasting: bool = True
 
@@ -173,17 +182,8 @@ class World:
             case act.Spawn(launch, _):
                 self.spawn(action)
                 assert self.living == (None if self.outcome.unexecuted else launch)
-            case act.Canary(launch):
-                self.send(
-                    0.2,
-                    CanaryDone(
-                        at_ns=0,
-                        launch=launch,
-                        ok=self.outcome.canary,
-                        detail="no byte in 30 s",
-                        status=self.outcome.canary_status,
-                    ),
-                )
+            case act.Canary() | act.Burst() | act.Weigh():
+                self.prove(action)
             case act.Stop(launch, _):
                 self.send(0.9, Exited(at_ns=0, launch=launch, signal=15))
                 self.send(1.0, Diagnosed(at_ns=0, launch=launch, diagnosis=Diagnosis(Kind.NONE)))
@@ -206,6 +206,54 @@ class World:
                 self.exit = code
             case _:
                 raise AssertionError(action)
+
+    def prove(self, action: act.Canary | act.Burst | act.Weigh) -> None:
+        launch, outcome = action.launch, self.outcome
+        if isinstance(action, act.Weigh):
+            self.send(0.1, SoakDone(at_ns=0, launch=launch, devices=self.soak()))
+        elif isinstance(action, act.Burst):
+            self.burst(launch, action.requests)
+        elif outcome.dies_in == "canary":
+            self.send(0.5, Exited(at_ns=0, launch=launch, code=outcome.code))
+        else:
+            ok, status = outcome.canary, outcome.canary_status
+            self.send(0.2, CanaryDone(at_ns=0, launch=launch, ok=ok, detail="no byte in 30 s", status=status))
+
+    def burst(self, launch: int, requests: int) -> None:
+        outcome = self.outcome
+        failed = max(1, requests // 2) if outcome.dies_in == "burst" else outcome.burst_failed
+        done = BurstDone(
+            at_ns=0,
+            launch=launch,
+            ok=not failed and not outcome.burst_silent,
+            requests=requests,
+            answered=requests - failed,
+            failed=failed,
+            seconds=300.0 if outcome.burst_silent else 1.0,
+            silent=outcome.burst_silent,
+            detail="500 EngineCore encountered an issue" if failed else "",
+        )
+        self.send(done.seconds, done)
+        if outcome.dies_in == "burst":
+            self.send(done.seconds + 0.5, Exited(at_ns=0, launch=launch, code=outcome.code))
+
+    def soak(self) -> tuple[DeviceSoak, ...]:
+        (before,) = self.devices()
+        self.own += self.outcome.soak_takes
+        (after,) = self.devices()
+        return (
+            DeviceSoak(
+                after.device,
+                after.total_bytes,
+                after.context_bytes,
+                before.own_bytes,
+                after.own_bytes,
+                after.own_bytes,
+                before.free_bytes,
+                after.free_bytes,
+                samples=15,
+            ),
+        )
 
     def spawn(self, action: act.Spawn) -> None:
         assert self.living is None, "two engines at once"

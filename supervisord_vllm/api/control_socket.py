@@ -1,8 +1,8 @@
 """The control socket: HTTP over a Unix socket, for this machine's operators.
 
-``GET /status``, ``GET /history``, ``POST /command`` with ``{"verb": …, "reason": …}``. The file's permissions (0660)
-admit owner, group and root; the peer's credentials decide again: reading for owner, root and the socket's group,
-changing for owner and root. Requests are bounded.
+``GET /status``, ``GET /series``, ``GET /history``, ``POST /command`` with ``{"verb": …, "reason": …}`` (``hold``:
+``"for": "2h"``). The file's permissions (0660) admit owner, group and root; the peer's credentials decide again:
+reading for owner, root and the socket's group, changing for owner and root. Requests are bounded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aiohttp import web
 
 from supervisord_vllm.api.control import VERBS, Control, RefusedError, Verb
 from supervisord_vllm.api.recorded import Recorded
+from supervisord_vllm.config.units import positive_duration
 from supervisord_vllm.redaction import printable
 from supervisord_vllm.status import status_document
 from supervisord_vllm.store import StoreError
@@ -42,25 +43,37 @@ class ControlSocket:
         self._recorded = Recorded(store)
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.router.add_get("/status", self._status)
+        app.router.add_get("/series", self._series)
         app.router.add_get("/history", self._history)
         app.router.add_post("/command", self._command)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         self._inode: int | None = None
+        self._listener: socket.socket | None = None
 
-    async def start(self) -> None:
-        """Listen; a socket that an earlier daemon left is replaced (the daemon's lock says that it is gone).
+    async def start(self, given: int | None = None) -> None:
+        """Listen; a socket that an earlier daemon left is replaced (the daemon's lock says that it is gone). ``given``
+        is the descriptor of one that listens already.
 
         Raises:
             OSError: in one line that names the place and the fix.
         """
         await self._runner.setup()
         try:
-            listener = self._bound()
+            listener = self._bound() if given is None else self._taken(given)
         except OSError as error:
             await self._runner.cleanup()
             reason = error.strerror or str(error)
             raise OSError(f"control socket {self.path}: {reason}; give another runtime-dir") from error
+        self._listener = listener
         await web.SockSite(self._runner, listener).start()
+
+    def keep(self) -> int | None:
+        """A descriptor of the socket that goes on listening after `stop`, which then leaves the file alone; callers
+        that come meanwhile wait."""
+        if self._listener is None:
+            return None
+        self._inode = None
+        return os.dup(self._listener.fileno())
 
     async def stop(self) -> None:
         """Answer no more and remove the socket, if it is still ours."""
@@ -68,6 +81,12 @@ class ControlSocket:
         with contextlib.suppress(OSError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
+
+    def _taken(self, descriptor: int) -> socket.socket:
+        listener = socket.socket(fileno=descriptor)
+        listener.setblocking(False)
+        self._inode = self.path.stat().st_ino
+        return listener
 
     def _bound(self) -> socket.socket:
         if len(os.fsencode(self.path)) > LONGEST_PATH:
@@ -93,6 +112,10 @@ class ControlSocket:
         self._admit(request, change=False)
         return web.json_response(status_document(self._control.snapshot()))
 
+    async def _series(self, request: web.Request) -> web.Response:
+        self._admit(request, change=False)
+        return web.json_response(self._control.series())
+
     async def _history(self, request: web.Request) -> web.Response:
         self._admit(request, change=False)
         try:
@@ -115,12 +138,18 @@ class ControlSocket:
         lever, direction = body.get("lever") or "", body.get("direction") or "down"
         if not isinstance(lever, str) or direction not in {"up", "down"}:
             return _refusal(400, "step wants a lever and up or down")
+        try:
+            for_ns = _for_ns(verb, body.get("for"))
+        except ValueError as error:
+            return _refusal(400, f"for: {error}")
         why = printable(reason)[:LONGEST_REASON]
         try:
             if verb == "step":
                 answer = await self._control.command(
                     "step", why, by, printable(lever)[:64], "up" if direction == "up" else "down"
                 )
+            elif verb == "hold":
+                answer = await self._control.command("hold", why, by, for_ns=for_ns)
             else:
                 answer = await self._control.command(cast("Verb", verb), why, by)
         except RefusedError as error:
@@ -159,6 +188,15 @@ def _groups(connection: socket.socket, uid: int, gid: int) -> frozenset[int]:
         return frozenset(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
     except KeyError:
         return frozenset()
+
+
+def _for_ns(verb: str, text: object) -> int | None:
+    """How long a hold lasts; a bad duration, and one for another verb, raise ``ValueError``."""
+    if text is None:
+        return None
+    if verb != "hold":
+        raise ValueError(f"only a hold lasts for a time, {verb} does not")
+    return positive_duration(text).ns
 
 
 def _user(uid: int) -> str:

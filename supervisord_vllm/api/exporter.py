@@ -14,12 +14,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from supervisord_vllm.api.control import Control
+from supervisord_vllm.clock import SECOND_NS
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Kind
 from supervisord_vllm.core.ledger import requested
 from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers
+from supervisord_vllm.core.relief import VERDICTS
 from supervisord_vllm.core.state import StateName
 from supervisord_vllm.status import Snapshot
+from supervisord_vllm.strain import Strained
 
 PREFIX = "vllm_supervise_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -100,6 +103,20 @@ class Exporter(Collector):
         yield _levers("lever", "Levers of the running launch", running)
         yield _levers("declared_lever", "Levers asked for", snapshot.declared)
         yield _memory(snapshot)
+        growth = _gauge(
+            "memory_growth_bytes_per_second",
+            "Growth of the engine's own memory over the last hours: estimate, and the bounds of 95 % confidence",
+            ["gpu", "bound"],
+        )
+        for gpu, rate in sorted(snapshot.growth.items()):
+            for bound, value in (("estimate", rate.per_hour), ("low", rate.low), ("high", rate.high)):
+                growth.add_metric([gpu, bound], value / 3600)
+        yield growth
+        held = _gauge("held", "1 while an operator holds the configuration")
+        held.add_metric([], float(snapshot.held))
+        yield held
+        if snapshot.strained is not None:
+            yield from _pressure(snapshot.strained)
         budget = _gauge("budget_remaining", "Same-again restarts left in the window")
         budget.add_metric([], snapshot.budget_left)
         yield budget
@@ -137,6 +154,39 @@ def _levers(name: str, text: str, levers: Levers) -> GaugeMetricFamily:
         if isinstance(value, int):
             family.add_metric([lever], value / 1000 if LEVERS[lever].kind == "per_mille" else value)
     return family
+
+
+def _pressure(strained: Strained) -> Iterator[Metric]:
+    loss = _gauge("pressure_loss_ratio", "Share of the service that is lost to slowness now, 0 to 1")
+    loss.add_metric([], strained.loss)
+    yield loss
+    lost = _gauge("pressure_lost_seconds", "Outage-equivalent seconds that slowness has cost in this episode")
+    lost.add_metric([], strained.lost_s)
+    yield lost
+    worth = _gauge("pressure_worth_seconds", "Lost seconds at which a restart pays")
+    worth.add_metric([], strained.worth_s)
+    yield worth
+    verdict = _gauge("pressure_verdict", "1 for the resource that binds an engine that is too slow", ["verdict"])
+    for name in VERDICTS:
+        verdict.add_metric([name], float(name == strained.verdict))
+    yield verdict
+    target = _gauge("pressure_target_seconds", "Targets of the 95th percentile, declared or learnt", ["what"])
+    pairs = (
+        ("ttft", strained.targets.ttft_ns),
+        ("inter_token", strained.targets.inter_token_ns),
+        ("queue", strained.targets.queue_ns),
+    )
+    for what, ns in pairs:
+        if ns is not None:
+            target.add_metric([what], ns / SECOND_NS)
+    yield target
+    if strained.engines is not None:
+        engines = _gauge("pressure_engines_needed", "Engines of this size that the load of five minutes needs")
+        engines.add_metric([], strained.engines)
+        yield engines
+    missed = _gauge("metrics_pages_missed", "Pages of the engine's /metrics in a row that could not be read")
+    missed.add_metric([], strained.missed)
+    yield missed
 
 
 def _memory(snapshot: Snapshot) -> GaugeMetricFamily:

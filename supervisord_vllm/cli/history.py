@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from supervisord_vllm.cli.instance import ConfigOption, NameOption, StateDirOption, find
-from supervisord_vllm.cli.status import WIDTH, JsonOption, asked, folded, levers, span, when
+from supervisord_vllm.cli.status import WIDTH, JsonOption, asked, folded, held, levers, span, when
 from supervisord_vllm.clock import parse_rfc3339
 from supervisord_vllm.status import NO_DAEMON, Document, history_document, show_lever, status_from_history
 
@@ -32,7 +32,8 @@ def explain(
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Tell the last decision in full: what happened, evidence, arithmetic, what was passed over, what is next."""
+    """Tell the last decision in full: what happened, evidence, arithmetic, what was passed over; why the engine is
+    below what is declared, and what is next."""
     document = asked(
         lambda: find(name, config, state_dir),
         "/status",
@@ -64,7 +65,7 @@ def render_explanation(document: Document, now: float, width: int = WIDTH) -> st
     decision = document.get("decision")
     head = f"{document['name']}: "
     if not decision:
-        return head + "no decision has been made yet"
+        return "\n".join([head + "no decision has been made yet", *_way_back(document, now, width)])
     if document.get("state") == NO_DAEMON:
         head += "no daemon runs; "
     lines = [head + f"decision {decision['number']} on launch {decision['launch']}, {when(decision['at'], now)}"]
@@ -86,11 +87,29 @@ def render_explanation(document: Document, now: float, width: int = WIDTH) -> st
     if decision.get("unrecorded"):
         lines.append(folded("recorded", "no: the disk did not take it in time", width))
     lines.append(folded("outcome", str(decision["outcome"] or "not known yet"), width))
+    lines += _way_back(document, now, width)
     coming = document.get("next") or {}
     if coming.get("what"):
-        at = f", at the latest {when(coming['at'], now)}" if coming.get("at") else ""
+        word = "not before" if coming.get("earliest") else "at the latest"
+        at = f", {word} {when(coming['at'], now)}" if coming.get("at") else ""
         lines.append(folded("next", f"{coming['what']}{at}", width))
     return "\n".join(lines)
+
+
+def _way_back(document: Document, now: float, width: int) -> list[str]:
+    """Why it is not at what is declared and when it will be; who holds it."""
+    lines = []
+    back = document.get("way_back") or {}
+    for index, below in enumerate(back.get("levers") or []):
+        lever = str(below.get("lever"))
+        values = f"{show_lever(lever, below.get('now'))}, declared {show_lever(lever, below.get('declared'))}"
+        lines.append(folded("below" if index == 0 else " ", f"{lever} {values}: {below.get('why')}", width))
+    if back.get("waits_for"):
+        at = f", not before {when(back['at'], now)}" if back.get("at") else ""
+        lines.append(folded("way back", f"{back['waits_for']}{at}", width))
+    if document.get("held"):
+        lines.append(folded("hold", held(document.get("hold"), now), width))
+    return lines
 
 
 def _launch(launch: Document) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from supervisord_vllm.exitcodes import ExitCode
+from supervisord_vllm.host.systemd import to_journal, with_priority
 
 if TYPE_CHECKING:
     from supervisord_vllm.config import Settings
@@ -47,6 +48,7 @@ def refuse(problems: tuple[str, ...], *, as_json: bool = False) -> NoReturn:
     if as_json:
         print(json.dumps({"schema": 1, "ok": False, "problems": list(problems)}, indent=2))
     else:
+        journal = to_journal(2, os.environ)
         for problem in problems:
-            print(problem, file=sys.stderr)
+            print(with_priority(problem, "error") if journal else problem, file=sys.stderr)
     raise typer.Exit(ExitCode.CONFIGURATION)

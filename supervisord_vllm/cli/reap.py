@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from supervisord_vllm.cli.daemon import fail
-from supervisord_vllm.cli.instance import ConfigOption, InstanceError, NameOption, StateDirOption, find
+from supervisord_vllm.cli.instance import ConfigOption, Instance, InstanceError, NameOption, StateDirOption, find
 from supervisord_vllm.exitcodes import ExitCode
 from supervisord_vllm.redaction import printable
 
@@ -32,7 +33,7 @@ def reap(
 ) -> None:
     """End processes of this instance's earlier launches. Refused (3) while a daemon runs: they are its engine's."""
     try:
-        instance = find(name, config, state_dir)
+        instance = _instance(name, config, state_dir)
     except InstanceError as error:
         fail(str(error), error.code)
     ended, survivors = _reap(instance.state_dir)
@@ -45,6 +46,17 @@ def reap(
     if survivors:
         names = ", ".join(str(process) for process in survivors)
         fail(f"reap: cannot be ended: {names}; a process in state D waits for a driver or a disk", ExitCode.INTERNAL)
+
+
+def _instance(name: str | None, config: Path | None, state_dir: Path | None) -> Instance:
+    """Whose processes. A policy that cannot be read does not keep its engine alive where systemd says which folder is
+    the instance's: as ``ExecStopPost=`` this runs just after a daemon that could not read it either."""
+    try:
+        return find(name, config, state_dir)
+    except InstanceError as error:
+        if error.code is not ExitCode.CONFIGURATION or not os.environ.get("STATE_DIRECTORY"):
+            raise
+        return find()
 
 
 def _reap(state_dir: Path) -> tuple[tuple[ProcessRef, ...], tuple[ProcessRef, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -22,5 +23,10 @@ def run(
     """
     settings = settings_of(config, assignments)
     from supervisord_vllm.foreground import run as supervise
+    from supervisord_vllm.foreground import try_out
+    from supervisord_vllm.handover import TRIAL
+
+    if os.environ.get(TRIAL) == "1":
+        raise typer.Exit(try_out(settings))
 
     raise typer.Exit(supervise(settings, reset=reset))

@@ -33,6 +33,7 @@ from supervisord_vllm.store.history import History
 from supervisord_vllm.store.schema import StoreError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs: one JSON document, schema 1.")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="A live view on the terminal, until Ctrl-C.")]
 WIDTH = 100
 HOLDERS = 3
 """Holders of a device that are named; the JSON names all."""
@@ -40,11 +41,19 @@ HOLDERS = 3
 
 def status(
     as_json: JsonOption = False,
+    watch: WatchOption = False,
     name: NameOption = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
     """Say what the engine does, since when, why, and what comes next."""
+    if watch:
+        if as_json:
+            fail("status: --json and --watch exclude each other; ask --json again and again", ExitCode.USAGE)
+        from supervisord_vllm.cli.watch import watch as live  # rich, and only here
+
+        live(lambda: find(name, config, state_dir))
+        return
     document = asked(
         lambda: find(name, config, state_dir),
         "/status",
@@ -106,7 +115,9 @@ def _headline(document: Document, now: float) -> tuple[str, str]:
     state = str(document.get("state"))
     if state == NO_DAEMON:
         since = when(document.get("since"), now)
-        return "", f"{document['name']}: no daemon runs" + (f"; the last entry is of {since}" if since else "")
+        entry = f"; the last entry is of {since}" if since else ""
+        keeps = f"; {held(document.get('hold'), now)}" if document.get("held") else ""
+        return "", f"{document['name']}: no daemon runs{entry}{keeps}"
     words = [state]
     if document.get("ready"):
         words.append("ready")
@@ -115,11 +126,25 @@ def _headline(document: Document, now: float) -> tuple[str, str]:
     if document.get("degraded"):
         words.append("below what was declared")
     if document.get("held"):
-        words.append("held")
+        words.append(held(document.get("hold"), now))
     if document.get("act") is False:
         words.append("only watching (act = false)")
     head = f"{document['name']}: {', '.join(words)}, since {when(document.get('since'), now)}"
     return "", head + (f". {document['given_up']}" if document.get("given_up") else "")
+
+
+def held(hold: dict[str, Any] | None, now: float) -> str:
+    """A hold for a person: ``held by ada (demo) since 2026-…, until 2026-…``."""
+    if not hold:
+        return "held"
+    words = ["held"]
+    if hold.get("by"):
+        words.append(f"by {hold['by']}")
+    if hold.get("reason"):
+        words.append(f"({hold['reason']})")
+    if hold.get("since"):
+        words.append(f"since {when(hold['since'], now)}")
+    return " ".join(words) + (f" until {when(hold['until'], now)}" if hold.get("until") else " until `resume`")
 
 
 def _launch(document: Document, now: float) -> list[tuple[str, str]]:
@@ -161,6 +186,8 @@ def _memory(document: Document) -> list[tuple[str, str]]:
             parts.append(f"{gib(device['requested_bytes'])} requested")
         if device.get("own_bytes"):
             parts.append(f"ours {gib(device['own_bytes'])}")
+        if (device.get("growth") or {}).get("creeps"):
+            parts.append(growing(device["growth"]))
         foreign = [holder for holder in device.get("holders") or [] if not holder.get("ours")]
         for holder in foreign[:HOLDERS]:
             size = holder.get("memory_bytes")
@@ -181,6 +208,12 @@ def _memory(document: Document) -> list[tuple[str, str]]:
     return lines
 
 
+def growing(growth: dict[str, Any]) -> str:
+    """Memory that creeps, for a person: ``grows 210 MiB/h (95 %: 180 MiB to 240 MiB)``."""
+    rate, low, high = (gib(int(growth.get(name) or 0)) for name in ("bytes_per_hour", "low", "high"))
+    return f"grows {rate}/h (95 %: {low} to {high}, seen over {growth.get('hours')} h)"
+
+
 def _load(load: dict[str, Any]) -> str:
     parts = [f"{load[name]} {name}" for name in ("running", "waiting") if load.get(name) is not None]
     if load.get("kv_usage") is not None:
@@ -198,7 +231,8 @@ def _decision(decision: Document, now: float) -> str:
 def _next(coming: dict[str, Any], now: float) -> str:
     at = coming.get("at")
     what = str(coming.get("what") or "nothing")
-    return what if at is None else f"{what}, at the latest {when(at, now)}"
+    word = "not before" if coming.get("earliest") else "at the latest"
+    return what if at is None else f"{what}, {word} {when(at, now)}"
 
 
 def when(text: str | None, now: float) -> str:

@@ -40,6 +40,7 @@ def contradictions(file: PolicyFile, folder: Path) -> Iterator[Problem]:
     yield from _arguments(file, folder)
     yield from _overrides(file)
     yield from _couplings(file)
+    yield from _proof(file)
     address = file.http.address
     if address is not None and address[1] == file.engine.port:
         yield ("http", "listen"), f'port {address[1]} is the engine\'s; give another one, or "" for none'
@@ -116,6 +117,13 @@ def _overrides(file: PolicyFile) -> Iterator[Problem]:
                 "a failure that is not understood never changes the configuration; use same-again, wait and stop only"
             )
             yield ("policy", name, "remedies"), problem
+
+
+def _proof(file: PolicyFile) -> Iterator[Problem]:
+    proof, length = file.proof, file.levers.max_model_len
+    if proof.prompt_tokens is not None and length is not None and proof.prompt_tokens + proof.output_tokens > length:
+        both = f"{proof.prompt_tokens} and output-tokens ({proof.output_tokens})"
+        yield ("proof", "prompt-tokens"), f"{both} are more than max-model-len ({length}); lower one of them"
 
 
 def _couplings(file: PolicyFile) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from supervisord_vllm.config.tomlfile import KeyPath
 from supervisord_vllm.config.units import Duration
 from supervisord_vllm.config.warnings import warnings
 from supervisord_vllm.core.levers import Levers, Rung
-from supervisord_vllm.core.policy import SECOND, Backoff, Gate, Override, Policy, Pressure
+from supervisord_vllm.core.policy import SECOND, Backoff, Gate, Override, Policy, Pressure, Proof
 from supervisord_vllm.redaction import secrets_in
 
 _LONGEST_SOCKET = 107
@@ -241,13 +241,35 @@ def _policy(file: PolicyFile, name: str, declared: Levers, rungs: tuple[Rung, ..
         start_max_ns=file.start.max.ns,
         stop_deadline_ns=_stop_deadline_ns(file),
         soak_ns=file.proof.soak.ns,
+        proof=_proof(file),
         step_up_ns=file.step_up.after.ns,
+        windows=file.step_up.window,
         planned_per_day=restart.planned_per_day,
         drain_ns=file.stop.drain.ns,
-        pressure=Pressure(_ns(pressure.ttft_p95), _ns(pressure.inter_token_p95), _ns(pressure.queue_p95)),
+        pressure=Pressure(
+            _ns(pressure.ttft_p95),
+            _ns(pressure.inter_token_p95),
+            _ns(pressure.queue_p95),
+            pressure.first_restart_cost.ns,
+        ),
         min_concurrency=file.serving.min_concurrency,
         allow=frozenset(allow),
         fingerprint=hashed,
+    )
+
+
+def _proof(file: PolicyFile) -> Proof:
+    proof = file.proof
+    fixed = "VLLM_CPU_KVCACHE_SPACE" in file.engine.env or any(
+        word.meaning == arguments.KV_BYTES for word in arguments.meant(file.engine.args)
+    )
+    return Proof(
+        concurrency=proof.concurrency,
+        prompt_tokens=proof.prompt_tokens,
+        output_tokens=proof.output_tokens,
+        burst_max_ns=proof.burst_max.ns,
+        memory=proof.soak_memory,
+        bounded=not fixed,
     )
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from supervisord_vllm.config import values
 from supervisord_vllm.config.units import Duration, duration, positive_duration, size
 from supervisord_vllm.core.diagnosis import Kind
+from supervisord_vllm.core.windows import Window
 
 Text = Annotated[str, PlainValidator(values.filled)]
 Filename = Annotated[str, PlainValidator(values.filled)]
@@ -94,20 +95,26 @@ class PressureTable(Table):
     ttft_p95: Span | None = None
     inter_token_p95: Span | None = None
     queue_p95: Span | None = None
+    first_restart_cost: Span = Duration(60 * 10**9)
 
 
 class ProofTable(Table):
     """``[proof]``: when a launch counts as proven."""
 
-    canary: Literal["auto", "chat", "completions", "embeddings"] = "auto"
-    concurrency: Count | None = None
+    canary: Literal["auto", "chat", "completions", "embeddings", "scoring"] = "auto"
+    concurrency: Annotated[int, Field(ge=0, le=1024)] | None = None
+    prompt_tokens: Count | None = None
+    output_tokens: Count = 64
+    burst_max: Span = Duration(300 * 10**9)
     soak: SpanOrZero = Duration(30 * 10**9)
+    soak_memory: bool = True
 
 
 class StepUpTable(Table):
     """``[step-up]``: the way back to what was declared."""
 
     after: Span = Duration(1800 * 10**9)
+    window: Annotated[tuple[Window, ...], PlainValidator(values.windows)] = ()
 
 
 class BackoffTable(Table):
@@ -190,6 +197,7 @@ class LogTable(Table):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "console", "json"] = "auto"
     engine_output: bool = True
+    keep_launch_bytes: Annotated[int, PlainValidator(values.log_bound)] = 256 * 2**20
     keep_launches: Count = 50
     keep_bytes: Annotated[int, PlainValidator(size)] = 2 * 2**30
 

@@ -19,7 +19,8 @@ from supervisord_vllm.config.errors import ConfigError, did_you_mean
 from supervisord_vllm.config.tomlfile import KeyPath, TomlFile, read, value_of
 
 PREFIX = "SUPERVISE_"
-MARKER = "SUPERVISE_LAUNCH"
+NO_KEYS = frozenset({"SUPERVISE_LAUNCH", "SUPERVISE_ADOPT", "SUPERVISE_HANDOVER", "SUPERVISE_UPGRADE_TRIAL"})
+"""Variables of ours that set nothing: an engine's marker, a unit's word, what one daemon tells the next."""
 """The one variable of ours that the engine sees; it says nothing about a policy."""
 
 
@@ -74,7 +75,7 @@ def merge(path: Path, environ: Mapping[str, str], flags: Mapping[str, object]) -
     problems: list[str] = []
     variables = {variable(key): key for key, _ in schema.every_key()}
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name == MARKER:
+        if not name.startswith(PREFIX) or name in NO_KEYS:
             continue
         if name in variables:
             _set(merged, variables[name], environ[name], f"environment {name}")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 
 from supervisord_vllm.config.errors import did_you_mean, given
-from supervisord_vllm.config.units import Duration, positive_duration
+from supervisord_vllm.config.units import Duration, positive_duration, size
 from supervisord_vllm.core.levers import LEVERS, Weights
+from supervisord_vllm.core.windows import Window
 
 LEVER_KEYS = {name.replace("_", "-"): name for name in LEVERS}
 """A lever as a policy writes it, and its name in the core."""
@@ -19,8 +20,12 @@ LEVER_KEYS = {name.replace("_", "-"): name for name in LEVERS}
 VERBS = ("wait", "same-again", "reap", "clean", "stop")
 """What a remedy may be besides a lever."""
 
+LEAST_LOG = 8 * 2**20
+"""Bytes that a launch's log may at least take."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})")
+_WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
 _URL = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?(?:/[^\s?#]*)?")
 
 
@@ -115,6 +120,31 @@ def source(value: object) -> str:
 def patience(value: object) -> Duration | None:
     """Read a duration; ``auto`` is ``None``."""
     return None if value == "auto" else positive_duration(value)
+
+
+def windows(value: object) -> tuple[Window, ...]:
+    """Read one time of day or several, from and to; anything else raises ``ValueError``."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f'got {given(value)}; write "02:00-05:00", or a list of such')
+    return tuple(_window(text.strip()) for text in texts if text.strip())
+
+
+def _window(text: str) -> Window:
+    match = _WINDOW.fullmatch(text)
+    if match is None or (match[3] == "24" and match[4] != "00"):
+        raise ValueError(f'got {given(text)}; write from and to with two digits each, like "02:00-05:00"')
+    begin, end = int(match[1]) * 60 + int(match[2]), int(match[3]) * 60 + int(match[4])
+    if begin == end:
+        raise ValueError(f'got {given(text)}, which is open for no time; "00:00-24:00" is the whole day')
+    return Window(begin, end)
+
+
+def log_bound(value: object) -> int:
+    """Read the bound of one launch's log, in bytes."""
+    if (read := size(value)) < LEAST_LOG:
+        raise ValueError(f'got {given(value)}; at least "8MiB" is needed for a start and what came last')
+    return read
 
 
 def utilization(value: object) -> int:

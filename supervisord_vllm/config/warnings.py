@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from supervisord_vllm.config import arguments
-from supervisord_vllm.config.schema import PolicyFile, ProofTable
+from supervisord_vllm.config.schema import PolicyFile
 from supervisord_vllm.config.settings import Engine
 from supervisord_vllm.config.tomlfile import KeyPath
 from supervisord_vllm.config.units import Duration
@@ -39,8 +39,6 @@ _QUEUE = (300, 500, 800, 1000, 1500, 2000, 2500, 5000, 10000, 15000, 20000, 3000
 BUCKETS = {"ttft-p95": _TTFT, "inter-token-p95": _INTER_TOKEN, "queue-p95": _QUEUE}
 """Upper bounds of vLLM's histograms in milliseconds: a quantile is only known to lie between two of them."""
 
-_LATER = "is accepted and checked, but this version does not act on it yet"
-
 
 def warnings(file: PolicyFile, engine: Engine, *, readable: tuple[KeyPath, ...]) -> Iterator[tuple[KeyPath, str]]:
     """All of them, with their keys. ``readable`` are the keys of secret files that every user may read."""
@@ -59,7 +57,6 @@ def warnings(file: PolicyFile, engine: Engine, *, readable: tuple[KeyPath, ...])
         yield ("levers", "enforce-eager"), "is declared already, so that its rung can do nothing"
     yield from _remedies(file)
     yield from _pressure(file)
-    yield from _later(file)
 
 
 def _remedies(file: PolicyFile) -> Iterator[tuple[KeyPath, str]]:
@@ -80,14 +77,3 @@ def _pressure(file: PolicyFile) -> Iterator[tuple[KeyPath, str]]:
                 ("pressure", key),
                 f"{target} is no bound of vLLM's histogram, so that it cannot be told; {Duration(near * 10**6)} is",
             )
-
-
-def _later(file: PolicyFile) -> Iterator[tuple[KeyPath, str]]:
-    """Keys whose machinery comes later, where they differ from their defaults."""
-    for key in BUCKETS:
-        if getattr(file.pressure, key.replace("-", "_")) is not None:
-            yield ("pressure", key), _LATER
-    if file.allow.planned_recycle:
-        yield ("allow", "planned-recycle"), _LATER
-    if file.proof.concurrency != ProofTable.model_fields["concurrency"].default:
-        yield ("proof", "concurrency"), _LATER

@@ -49,8 +49,41 @@ class Spawn(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt(Action):
+    """Go on with a launch that an earlier daemon spawned, or judge how it ended → as after `Spawn`. ``cut`` is the
+    position in its log where our first signal was sent, if one was."""
+
+    launch: int
+    levers: Levers
+    environment: tuple[tuple[str, str], ...]
+    pid: int
+    start_ticks: int
+    healthy: bool = False
+    cut: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Canary(Action):
     """Send one request of one token → `CanaryDone`."""
+
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Burst(Action):
+    """Send so many requests at once, each of about so many tokens, and yield to real traffic → `BurstDone`, after
+    ``max_ns`` at the latest."""
+
+    launch: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    max_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weigh(Action):
+    """Say what memory did since the soak began → `SoakDone`."""
 
     launch: int
 
@@ -62,6 +95,10 @@ class Stop(Action):
 
     launch: int
     phase: Literal["starting", "serving", "hung"]
+    waited_ns: int = 0
+    """How long a daemon before this one has waited already."""
+    signalled: bool = False
+    """That one sent the first signal, so that it is not sent again: to some releases a second one means haste."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +126,11 @@ class Clean(Action):
 
 @dataclass(frozen=True, slots=True)
 class Proven(Action):
-    """Remember this launch as proven and its target levers as last known good."""
+    """Remember this launch as proven and, where ``good``, its target levers as last known good of the policy."""
 
     launch: int
     target: Levers
+    good: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Only what changed the service is taken back by itself (length, weights, eager, KV dtype), and a utilization that only a
 neighbour had lowered. It waits for `Policy.step_up_ns` of serving, doubled by each step up that failed, and for a
-quiet moment; at most `Policy.planned_per_day` planned restarts a day. Never above what is declared.
+quiet moment or a declared window (`core.occasion`); at most `Policy.planned_per_day` planned restarts a day. Never
+above what is declared. A service that is never quiet is said to be so once, with what a person can do.
 """
 
 from __future__ import annotations
@@ -18,9 +19,20 @@ from supervisord_vllm.core.judgement import record, restoring
 from supervisord_vllm.core.knowledge import known
 from supervisord_vllm.core.ledger import BLOCK, Room, gib, room
 from supervisord_vllm.core.levers import EAGER, KV_DTYPE, MODEL_LEN, UTILIZATION, WEIGHTS, Levers, LeverValue, show
+from supervisord_vllm.core.occasion import DAY_NS, occasion
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.remedies import pinned
-from supervisord_vllm.core.state import Plan, Probe, State, StateName, climb_due_ns, degraded, recent_plans
+from supervisord_vllm.core.state import (
+    Launch,
+    Plan,
+    Probe,
+    State,
+    StateName,
+    climb_due_ns,
+    climb_from_ns,
+    degraded,
+    recent_plans,
+)
 from supervisord_vllm.core.steps import Step, to_draining, to_stopping
 
 
@@ -56,7 +68,8 @@ def room_matters(state: State, devices: tuple[DeviceMemory, ...]) -> bool:
 def room_seen(policy: Policy, state: State, fact: RoomSeen) -> Step:
     """A neighbour left, or came back."""
     assert state.launch is not None
-    return replace(state, launch=replace(state.launch, room=beside(fact.devices, state), proposed=False)), ()
+    launch = replace(state.launch, room=beside(fact.devices, state), proposed=False, after_ns=0)
+    return replace(state, launch=launch), ()
 
 
 def climb(policy: Policy, state: State, now_ns: int) -> Step | None:
@@ -64,10 +77,15 @@ def climb(policy: Policy, state: State, now_ns: int) -> Step | None:
     due, launch = climb_due_ns(policy, state), state.launch
     if due is None or now_ns < due or launch is None:
         return None
-    said = replace(state, launch=replace(launch, proposed=True))
     target = next((t for t in _targets(policy, state) if _possible(policy, state, t, now_ns)), None)
-    if target is None:
-        return said, ()
+    if target is None:  # what is known to fail is forgotten with time
+        return replace(state, launch=replace(launch, after_ns=now_ns + DAY_NS)), ()
+    comes = occasion(policy, state, now_ns)
+    if comes.at_ns is None:
+        return _awaited(policy, state, launch, target, now_ns)
+    if comes.at_ns > now_ns:  # its window was missed
+        return replace(state, launch=replace(launch, after_ns=now_ns)), ()
+    said = replace(state, launch=replace(launch, proposed=True))
     moves = restoring(launch.target if launch.room is None else launch.levers, target)
     patient = policy.step_up_ns << min(state.failed_climbs, 16)
     again = telling.span(patient * 2)
@@ -83,7 +101,8 @@ def climb(policy: Policy, state: State, now_ns: int) -> Step | None:
         then=StateName.DRAINING.value if policy.act else state.name.value,
         sentence=(
             f"Launch {launch.number} has served for {telling.span(now_ns - (launch.serving_ns or now_ns))} below what"
-            f" is declared and is idle now. {'Next' if policy.act else 'It would be time for'}: a step up,"
+            f" is declared and {'its window is open' if policy.windows else 'is idle'} now."
+            f" {'Next' if policy.act else 'It would be time for'}: a step up,"
             f" {telling.moved(moves)} ({_why(state, moves)}), as launch {state.next_launch}; if that fails, back again"
             f" and the next try after {again}. `vllm-supervise hold` would keep it here."
         ),
@@ -94,6 +113,31 @@ def climb(policy: Policy, state: State, now_ns: int) -> Step | None:
     plan = Plan(StateName.GATING, target, environment=launch.environment, probe=Probe(launch.target, "step-up"))
     state, actions = to_draining(replace(state, planned=(*recent_plans(state, now_ns), now_ns)), now_ns, plan)
     return state, (recorded, *actions)
+
+
+def _awaited(policy: Policy, state: State, launch: Launch, target: Levers, now_ns: int) -> Step:
+    """A step up has been due for a day and no quiet moment came: said once."""
+    moves = restoring(launch.target if launch.room is None else launch.levers, target)
+    lever = moves[0].lever.replace("_", "-")
+    since = telling.span(now_ns - climb_from_ns(policy, state, launch.serving_ns or now_ns))
+    decision = Decision(
+        number=state.next_decision,
+        at_ns=now_ns,
+        launch=launch.number,
+        kind=Kind.NONE,
+        action=Action.OBSERVE,
+        skipped=(f"{telling.moved(moves)}: no quiet moment",),
+        arithmetic=_why(state, moves),
+        then=state.name.value,
+        sentence=(
+            f"Launch {launch.number} serves below what is declared and a step up, {telling.moved(moves)}, has been due"
+            f" for {since}, but there is no quiet moment: two pages of its metrics in a row without a request. Nothing"
+            ' is done. A window in which it may drain helps, such as `[step-up] window = "02:00-05:00"`, or'
+            f" `vllm-supervise step {lever} up` now."
+        ),
+    )
+    state, recorded = record(replace(state, launch=replace(launch, awaited=True)), decision)
+    return state, (recorded,)
 
 
 def _targets(policy: Policy, state: State) -> Iterator[Levers]:

@@ -18,12 +18,17 @@ from enum import Enum
 from functools import cache
 from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
+from supervisord_vllm.core.case import Case
+from supervisord_vllm.core.creep import Growth
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Change, Diagnosis, Evidence
-from supervisord_vllm.core.facts import FACTS, DeviceMemory, Fact, ProcessRef
+from supervisord_vllm.core.facts import FACTS, DeviceMemory, DeviceSoak, Fact, Hold, ProcessRef
+from supervisord_vllm.core.ledger import Ledger, Room
 from supervisord_vllm.core.levers import LEVERS, Levers, Rung, Weights, value_from_json, value_to_json
-from supervisord_vllm.core.observations import Observation
-from supervisord_vllm.core.policy import Backoff, Gate, Override, Policy, Pressure
+from supervisord_vllm.core.observations import Known, Observation
+from supervisord_vllm.core.policy import Backoff, Gate, Override, Policy, Pressure, Proof
+from supervisord_vllm.core.state import Draining, Ending, Incident, Launch, Opening, Plan, Probe, State
+from supervisord_vllm.core.windows import Window
 
 T = TypeVar("T")
 Json: TypeAlias = Any
@@ -51,6 +56,23 @@ CLASSES: Mapping[str, type[Any]] = {
         Gate,
         Pressure,
         Observation,
+        Hold,
+        Growth,
+        Window,
+        State,
+        Launch,
+        Incident,
+        Opening,
+        Plan,
+        Draining,
+        Ending,
+        Probe,
+        Case,
+        Known,
+        Ledger,
+        Room,
+        DeviceSoak,
+        Proof,
     )
 }
 
@@ -194,7 +216,13 @@ def _decode(hint: Hint, data: Json, where: str) -> Json:
     if origin in (tuple, frozenset):
         if not isinstance(data, (list, tuple)):
             raise ValueError(f"{where}: {_short(data)} is no array")
-        of = get_args(hint)[0]
+        of, *others = get_args(hint)
+        if others and others != [Ellipsis]:  # a tuple of so many: each place has a type of its own
+            if len(data) != 1 + len(others):
+                raise ValueError(f"{where}: {_short(data)} has not {1 + len(others)} items")
+            return tuple(
+                _decode(*pair, f"{where}[{index}]") for index, pair in enumerate(zip((of, *others), data, strict=True))
+            )
         items = (_decode(of, item, f"{where}[{index}]") for index, item in enumerate(data))
         return tuple(items) if origin is tuple else frozenset(items)
     if origin is not None and issubclass(origin, Mapping):

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Literal
 
 from supervisord_vllm.core.actions import CloseGate, EndTree, Exit, Force, Reap
-from supervisord_vllm.core.facts import Commanded, Exited, Tick
+from supervisord_vllm.core.facts import ClockSeen, Commanded, Exited, Hold, Tick
 from supervisord_vllm.core.operating import forget, step_lever
-from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.policy import SECOND, Policy
 from supervisord_vllm.core.state import Ending, Incident, Plan, State, StateName
 from supervisord_vllm.core.steps import Step, enter, to_draining, to_gate, to_stopping
 from supervisord_vllm.core.stopping import leave_stopping
@@ -40,11 +40,28 @@ def backoff_over(policy: Policy, state: State, fact: Tick) -> Step:
     return to_gate(state, fact.at_ns)
 
 
+def hold_over(state: State, now_ns: int) -> State:
+    """The state without a hold whose end has come."""
+    until_ns = state.hold.until_ns if state.hold is not None else None
+    return replace(state, hold=None) if until_ns is not None and now_ns >= until_ns else state
+
+
+def clock_seen(policy: Policy, state: State, fact: ClockSeen) -> Step:
+    """The wall clock was set, or summer time began or ended: windows and the age of observations follow it."""
+    return replace(state, wall_offset_s=fact.wall_s - fact.at_ns // SECOND, utc_offset_s=fact.utc_offset_s), ()
+
+
+def _hold_of(fact: Commanded) -> Hold:
+    return Hold(fact.by, fact.reason, fact.at_ns, None if fact.for_ns is None else fact.at_ns + fact.for_ns)
+
+
 def _hold(policy: Policy, state: State, fact: Commanded) -> Step | None:
     """Hold and resume work in every state and change nothing else; a reset forgets in every state."""
     if fact.verb == "reset" and state.name is not StateName.GIVEN_UP:
         return forget(policy, state), ()
-    return (replace(state, held=fact.verb == "hold"), ()) if fact.verb in ("hold", "resume") else None
+    if fact.verb not in ("hold", "resume"):
+        return None
+    return replace(state, hold=_hold_of(fact) if fact.verb == "hold" else None), ()
 
 
 def command_running(policy: Policy, state: State, fact: Commanded) -> Step:
@@ -66,7 +83,11 @@ def command_running(policy: Policy, state: State, fact: Commanded) -> Step:
 def command_draining(policy: Policy, state: State, fact: Commanded) -> Step:
     """While requests finish: a hold takes a planned change back, stop and shutdown wait no longer."""
     if fact.verb == "hold" and state.draining is not None and state.draining.plan is not None:
-        return enter(state, StateName.SERVING, fact.at_ns, held=True, draining=None), ()
+        assert state.launch is not None
+        launch = replace(state.launch, proposed=False)  # once the hold is over it is due again
+        planned = state.planned[:-1] if state.draining.counted else state.planned
+        after = enter(state, StateName.SERVING, fact.at_ns, hold=_hold_of(fact), draining=None, launch=launch)
+        return replace(after, planned=planned), ()
     if held := _hold(policy, state, fact):
         return held
     if fact.verb == "restart" and state.draining is not None and state.draining.plan is not None:

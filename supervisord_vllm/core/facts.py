@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from supervisord_vllm.core.creep import Growth
 from supervisord_vllm.core.diagnosis import Diagnosis, Number
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.observations import Observation
@@ -59,6 +60,41 @@ class DeviceMemory:
         return max(0, self.total_bytes - self.free_bytes - self.own_bytes - cache)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSoak:
+    """What one device showed during a soak. ``own`` is what our engine holds (0 where that is not told), in bytes;
+    ``slope_bytes_per_hour`` is the trend of it, ``None`` where the samples do not say."""
+
+    device: str
+    total_bytes: int
+    context_bytes: int
+    own_first_bytes: int
+    own_most_bytes: int
+    own_last_bytes: int
+    free_first_bytes: int
+    free_last_bytes: int
+    samples: int
+    slope_bytes_per_hour: float | None = None
+
+    @property
+    def growth_bytes(self) -> int:
+        """What our engine took during the soak; where its own use is not told, what is no longer free."""
+        if self.own_last_bytes:
+            return max(0, self.own_last_bytes - self.own_first_bytes)
+        return max(0, self.free_first_bytes - self.free_last_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """An operator's word that the configuration stays as it is. Times are CLOCK_BOOTTIME of this boot, so that a hold
+    from before it began at a negative one; without ``until_ns`` it lasts until ``resume``."""
+
+    by: str = ""
+    reason: str = ""
+    since_ns: int = 0
+    until_ns: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """What every fact carries."""
@@ -81,6 +117,19 @@ class DaemonStarted(Fact):
     observations: tuple[Observation, ...] = ()
     wall_s: int = 0
     """Wall time at ``at_ns``, in whole seconds: observations age in it, since it outlives a boot."""
+    carried: str | None = None
+    """The state of the daemon before, of this boot (`core.adopting.carry`)."""
+    engine: Literal["none", "lives", "ended"] = "none"
+    """What became of the engine in it; ``none``: there is none that is certainly ours, or it was ended with its
+    daemon."""
+    utc_offset_s: int = 0
+    """What the host's local time is ahead of UTC."""
+    hold: Hold | None = None
+    """A hold that is not over; ``held`` is its older form, without a name and an end."""
+    failed_climbs: int = 0
+    roll_backs: Mapping[str, int] = field(default_factory=dict)
+    planned: tuple[int, ...] = ()
+    """What the way back up counts (see `State`), also across a boot: a moment before this one is negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +206,44 @@ class CanaryDone(Fact):
     detail: str = ""
     seconds: float = 0.0
     status: int | None = None
+    first_token_s: float | None = None
+    """From the request to its first token, where the answer was streamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstDone(Fact):
+    """The burst of the proof is over.
+
+    Of ``requests`` that were wanted, ``answered`` were answered in full, ``failed`` were not, ``refused`` were turned
+    away by the engine's own queue limit; ``real`` is what real traffic finished meanwhile, which counts as well.
+    ``ok``: none failed. ``silent``: nothing came at all, in the whole time that a burst may take."""
+
+    ok: bool
+    requests: int = 0
+    answered: int = 0
+    failed: int = 0
+    refused: int = 0
+    real: int = 0
+    seconds: float = 0.0
+    first_token_s: float | None = None
+    """The median of the requests' first tokens."""
+    silent: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakDone(Fact):
+    """What memory did between the beginning of the soak and now; ``error`` where it could not be read."""
+
+    devices: tuple[DeviceSoak, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signalled(Fact):
+    """Our first signal to an engine that we end is about to be sent, when its log had so many bytes."""
+
+    position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +344,8 @@ class Pressed(Fact):
     """The verdict of `core.pressure` on an engine that serves too slowly for long enough to pay for a restart.
 
     ``lost_s`` is what slowness has cost (outage-equivalent seconds), ``cost_s`` what a restart costs, ``loss`` the
-    share that is lost now. ``sequences`` is how many of the requests seen the KV cache holds at once, if known."""
+    share that is lost now. ``sequences`` is how many of the requests seen the KV cache holds at once, ``engines`` how
+    many engines of this size would serve the load (`core.overload`), where that is known."""
 
     verdict: Verdict
     loss: float
@@ -265,6 +353,7 @@ class Pressed(Fact):
     cost_s: float
     sequences: int | None = None
     text: str = ""
+    engines: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +362,22 @@ class ReliefJudged(Fact):
 
     keep: bool
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreepSeen(Fact):
+    """The own memory of a serving engine creeps, does so at another rate, or (``None``) no longer does
+    (`core.creep.creep_matters`)."""
+
+    growth: Growth | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSeen(Fact):
+    """The wall clock was set, or its offset from UTC changed (summer time). Only changes are facts."""
+
+    wall_s: int
+    utc_offset_s: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +395,8 @@ class Commanded(Fact):
     lever: str = ""
     direction: Literal["up", "down"] = "down"
     """``lever`` and ``direction`` belong to ``step``."""
+    for_ns: int | None = None
+    """How long a ``hold`` lasts; ``None``: until ``resume``."""
 
 
 FACTS: tuple[type[Fact], ...] = (
@@ -303,6 +410,9 @@ FACTS: tuple[type[Fact], ...] = (
     FatalSeen,
     HealthSeen,
     CanaryDone,
+    BurstDone,
+    SoakDone,
+    Signalled,
     Exited,
     Diagnosed,
     TreeEnded,
@@ -315,6 +425,8 @@ FACTS: tuple[type[Fact], ...] = (
     RoomSeen,
     Pressed,
     ReliefJudged,
+    CreepSeen,
+    ClockSeen,
     Tick,
     Commanded,
 )

@@ -1,86 +1,24 @@
-"""Before a launch: ending what an earlier daemon left (adopting), and the gate."""
+"""Before a launch: the gate."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from supervisord_vllm.core import telling
-from supervisord_vllm.core.actions import Reap, Spawn
+from supervisord_vllm.core.actions import Spawn
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Kind
-from supervisord_vllm.core.facts import DaemonStarted, DeviceMemory, GateSampled, LeftoversReaped, Tick
+from supervisord_vllm.core.facts import DeviceMemory, GateSampled, Tick
 from supervisord_vllm.core.judgement import beyond, fit_beside, patience_ns, record
 from supervisord_vllm.core.ledger import room
 from supervisord_vllm.core.levers import UTILIZATION, Levers, show
 from supervisord_vllm.core.policy import SECOND, Policy
-from supervisord_vllm.core.remedies import apply
 from supervisord_vllm.core.rules import fit_arithmetic
 from supervisord_vllm.core.state import Launch, State, StateName
-from supervisord_vllm.core.steps import Step, enter, to_gate, to_given_up
+from supervisord_vllm.core.steps import Step, enter, to_given_up
 
 UNREAD_NS = 45 * SECOND
 """Memory that cannot be read is waited for at most this long: NVML was seen to block for 45 s."""
-
-
-def started(policy: Policy, state: State, fact: DaemonStarted) -> Step:
-    """The first fact: what the store remembers decides where the run begins; leftovers are ended first."""
-    state = replace(
-        state,
-        since_ns=fact.at_ns,
-        next_launch=fact.next_launch,
-        next_decision=fact.next_decision,
-        target=policy.declared,
-        held=fact.held,
-        observations=fact.observations,
-        wall_offset_s=fact.wall_s - fact.at_ns // SECOND,
-        good=fact.last_known_good,
-    )
-    if fact.exhausted is not None:
-        return to_given_up(policy, state, fact.at_ns, fact.exhausted)
-    good = fact.last_known_good
-    if good is None or good == policy.declared:
-        return state, (Reap(),)
-    moves = tuple(
-        Move(name, policy.declared.get(name), value, telling.way(policy.declared.get(name), value), "restored")
-        for name, value in good.items()
-        if policy.declared.get(name) != value and (policy.rung(name) or name not in policy.declared)
-    )
-    if not moves or not policy.act or not all(_permitted(policy, move) for move in moves):
-        return state, (Reap(),)
-    decision = Decision(
-        number=state.next_decision,
-        at_ns=fact.at_ns,
-        launch=state.next_launch,
-        kind=Kind.NONE,
-        action=Action.NEXT_CONFIG,
-        moves=moves,
-        sentence=(
-            f"The daemon starts again: {telling.moved(moves)}, the last known good of this policy, instead of what is"
-            " declared. Launch "
-            f"{state.next_launch} follows at once. `vllm-supervise history` shows how it was found."
-        ),
-    )
-    state, recorded = record(replace(state, target=apply(policy.declared, moves)), decision)
-    return state, (recorded, Reap())
-
-
-def _permitted(policy: Policy, move: Move) -> bool:
-    """Whether the ladder still lets a lever be where it last was good; its bounds may have been edited since."""
-    rung = policy.rung(move.lever)
-    if rung is None or not isinstance(move.after, int) or isinstance(move.after, bool):
-        return True
-    return (rung.min is None or move.after >= rung.min) and (rung.max is None or move.after <= rung.max)
-
-
-def reaped(policy: Policy, state: State, fact: LeftoversReaped) -> Step:
-    """Adopting → gating once nothing of ours is left."""
-    if fact.survivors:
-        names = ", ".join(str(process) for process in fact.survivors)
-        text = (
-            f"Processes of an earlier launch cannot be ended: {names}. Look at their state with `ps -o pid,stat,wchan`."
-        )
-        return to_given_up(policy, state, fact.at_ns, text)
-    return to_gate(state, fact.at_ns)
 
 
 def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
@@ -119,7 +57,7 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
         gate = replace(gate, short_since_ns=None)
         if not covered and fact.memory_error is None:
             return replace(state, gate=gate), ()
-        return _spawn(state, now, state.target, fact.devices)
+        return _spawn(policy, state, now, state.target, fact.devices)
     holder = telling.largest_holder(fact.devices)
     short = telling.gate_short(tight, wanted, holder)
     since = gate.short_since_ns if gate.short_since_ns is not None else now
@@ -145,7 +83,7 @@ def gate_sampled(policy: Policy, state: State, fact: GateSampled) -> Step:
     )
     state, recorded = record(replace(state, gate=gate), decision)
     levers = state.target.with_(**{UTILIZATION: lowered}) if policy.act else state.target
-    state, actions = _spawn(state, now, levers, fact.devices)
+    state, actions = _spawn(policy, state, now, levers, fact.devices)
     return state, (recorded, *actions)
 
 
@@ -158,14 +96,23 @@ def _wanted(state: State) -> int | None:
     return printed if isinstance(printed, int) else None
 
 
-def _spawn(state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemory, ...]) -> Step:
+def _spawn(policy: Policy, state: State, now_ns: int, levers: Levers, devices: tuple[DeviceMemory, ...]) -> Step:
     """Gating → starting."""
     number = state.next_launch
     after = enter(
         state,
         StateName.STARTING,
         now_ns,
-        launch=Launch(number, levers, state.target, now_ns, devices, environment=state.environment, probe=state.probe),
+        launch=Launch(
+            number,
+            levers,
+            state.target,
+            now_ns,
+            devices,
+            environment=state.environment,
+            probe=state.probe,
+            fingerprint=policy.fingerprint,
+        ),
         probe=None,
         gate=None,
         next_launch=number + 1,

@@ -18,7 +18,9 @@ from supervisord_vllm.core.levers import UTILIZATION, Levers, show
 from supervisord_vllm.core.observations import Observation, noted
 from supervisord_vllm.core.outside import witnessed
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.proof import failed_in
 from supervisord_vllm.core.remedies import FAILED_HIGH, FAILED_LOW, KEPT_VARIABLES, TABLE, Choice, apply, choose, pinned
+from supervisord_vllm.core.soaking import SIGNATURE
 from supervisord_vllm.core.state import Ending, Launch, Plan, State, StateName, backoff_ns, recent_restarts
 
 GROWN = 512 * MIB
@@ -110,6 +112,13 @@ def judge(policy: Policy, state: State, fact: Diagnosed) -> tuple[State, Decide,
     back = _roll_back(launch, case)
     choice = choose(policy, case) if back is None else back
     step, plan, choice = _plan(policy, state, case, choice, now)
+    if launch.fingerprint != policy.fingerprint:
+        back, choice = None, Choice(Action.RESTART_SAME)
+        plan = Plan(StateName.GATING, state.target)
+        step = (
+            f"The policy was edited while it ran, so launch {state.next_launch} starts as the policy says now."
+            " `vllm-supervise check` shows what that is."
+        )
     if back is not None and launch.probe is not None and choice is back:
         state = _climb_failed(state, launch)
     elif launch.probe is not None and not launch.proven and plan.target == launch.target:
@@ -123,7 +132,7 @@ def judge(policy: Policy, state: State, fact: Diagnosed) -> tuple[State, Decide,
         launch=launch.number,
         kind=diagnosis.kind,
         action=choice.action,
-        sentence=f"Launch {launch.number} {happened}. {note}{step}",
+        sentence=f"Launch {launch.number} {happened}. {failed_in(policy, launch, ending.since_ns)}{note}{step}",
         moves=choice.moves,
         target=choice.target,
         evidence=diagnosis.evidence,
@@ -156,7 +165,11 @@ def _named(diagnosis: Diagnosis, ending: Ending) -> Diagnosis:
         return diagnosis
     seen = Evidence(0, "supervisor", ending.suspicion)
     return replace(
-        diagnosis, kind=ending.suspected, evidence=(seen, *diagnosis.evidence), signature=ending.suspected.value
+        diagnosis,
+        kind=ending.suspected,
+        evidence=(seen, *diagnosis.evidence),
+        numbers={**diagnosis.numbers, **ending.numbers},
+        signature=SIGNATURE if ending.numbers else ending.suspected.value,
     )
 
 

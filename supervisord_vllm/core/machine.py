@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from supervisord_vllm.core.adopting import reaped, started
 from supervisord_vllm.core.climbing import load_seen, room_seen
 from supervisord_vllm.core.commands import (
     backoff_over,
+    clock_seen,
     command_adopting,
     command_draining,
     command_idle,
@@ -20,12 +22,16 @@ from supervisord_vllm.core.commands import (
     command_stopping,
     drained,
     drained_by_death,
+    hold_over,
 )
 from supervisord_vllm.core.facts import (
     FACTS,
+    BurstDone,
     CanaryDone,
     Cleaned,
+    ClockSeen,
     Commanded,
+    CreepSeen,
     DaemonStarted,
     DevicesSeen,
     Diagnosed,
@@ -43,15 +49,19 @@ from supervisord_vllm.core.facts import (
     Pressed,
     ReliefJudged,
     RoomSeen,
+    Signalled,
+    SoakDone,
     Spawned,
     SpawnFailed,
     Stalled,
     Tick,
     TreeEnded,
 )
-from supervisord_vllm.core.gating import gate_deadline, gate_sampled, reaped, started
+from supervisord_vllm.core.gating import gate_deadline, gate_sampled
 from supervisord_vllm.core.outside import cleaned, devices_seen, kernel_seen, oom_killed, stalled
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.proving import burst_done, soak_done
+from supervisord_vllm.core.recycling import creep_seen
 from supervisord_vllm.core.relief import pressed, relief_judged
 from supervisord_vllm.core.running import (
     canary_done,
@@ -67,7 +77,7 @@ from supervisord_vllm.core.running import (
 )
 from supervisord_vllm.core.state import State, StateName
 from supervisord_vllm.core.steps import Step
-from supervisord_vllm.core.stopping import diagnosed, stop_deadline, stopping_exited, tree_ended
+from supervisord_vllm.core.stopping import diagnosed, signalled, stop_deadline, stopping_exited, tree_ended
 
 Handler = Callable[[Policy, State, Any], Step]
 
@@ -93,8 +103,10 @@ Entry = Cell | _Ignore
 def decide(policy: Policy, state: State, fact: Fact) -> Step:
     """The next state and what the shell shall do. The same arguments always give the same result.
 
-    A fact of another launch than the present one is dropped and counted.
+    A fact of another launch than the present one is dropped and counted. A hold ends with the first fact after its end,
+    in every state.
     """
+    state = hold_over(state, fact.at_ns)
     expected = state.next_launch if isinstance(fact, GateSampled) else state.launch.number if state.launch else 0
     if fact.launch not in (0, expected):
         return replace(state, dropped=state.dropped + 1), ()
@@ -111,13 +123,21 @@ def _on(handler: Handler, *to: StateName) -> Cell:
     return Cell(handler, frozenset(to))
 
 
-_EVERYWHERE: Mapping[type[Fact], Cell] = {DevicesSeen: Cell(devices_seen), Cleaned: Cell(cleaned)}
+_EVERYWHERE: Mapping[type[Fact], Cell] = {
+    DevicesSeen: Cell(devices_seen),
+    Cleaned: Cell(cleaned),
+    ClockSeen: Cell(clock_seen),
+}
 _OUTSIDE: Mapping[type[Fact], Cell] = {KernelSeen: Cell(kernel_seen), OomKilled: Cell(oom_killed)}
 """Witnesses of a living or dying engine."""
 
+_OF_THE_PROOF = (BurstDone, SoakDone)
+"""Said while a launch is proven; a late word says nothing in any other state."""
+
 
 def _row(cells: Mapping[type[Fact], Cell], ignores: Iterable[type[Fact]]) -> Mapping[type[Fact], Entry]:
-    row: dict[type[Fact], Entry] = {**_EVERYWHERE, **cells, **dict.fromkeys(ignores, IGNORE)}
+    named = dict.fromkeys((*_OF_THE_PROOF, *ignores), IGNORE)
+    row: dict[type[Fact], Entry] = {**_EVERYWHERE, **named, **cells}
     missing = [fact.__name__ for fact in FACTS if fact not in row]
     if missing:
         raise AssertionError(f"the table says nothing about {', '.join(missing)}")
@@ -125,6 +145,7 @@ def _row(cells: Mapping[type[Fact], Cell], ignores: Iterable[type[Fact]]) -> Map
 
 
 _S = StateName
+_WITH_ENGINE = (_S.STARTING, _S.PROVING, _S.SERVING, _S.DRAINING, _S.STOPPING)
 _WHEREVER = (_S.STOPPED, _S.GATING, _S.BACKING_OFF, _S.GIVEN_UP)
 _OF_A_LAUNCH = (
     Spawned,
@@ -134,6 +155,7 @@ _OF_A_LAUNCH = (
     FatalSeen,
     HealthSeen,
     CanaryDone,
+    Signalled,
     Exited,
     Diagnosed,
     TreeEnded,
@@ -144,15 +166,16 @@ _OF_A_LAUNCH = (
     RoomSeen,
     Pressed,
     ReliefJudged,
+    CreepSeen,
 )
-_OF_SERVICE = (RoomSeen, Pressed, ReliefJudged)
+_OF_SERVICE = (RoomSeen, Pressed, ReliefJudged, CreepSeen)
 _OF_THE_DAEMON = (DaemonStarted, LeftoversReaped)
 
 TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
     _S.ADOPTING: _row(
         {
-            DaemonStarted: _on(started, _S.GIVEN_UP),
-            LeftoversReaped: _on(reaped, _S.GATING, _S.GIVEN_UP),
+            DaemonStarted: _on(started, *_WITH_ENGINE, _S.GIVEN_UP),
+            LeftoversReaped: _on(reaped, *_WHEREVER),
             Commanded: _on(command_adopting, _S.STOPPED),
         },
         ignores=(*_OF_A_LAUNCH, GateSampled, Tick),
@@ -183,7 +206,7 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             Tick: _on(running_tick, _S.STOPPING),
             Commanded: _on(command_running, _S.STOPPING),
         },
-        ignores=(*_OF_THE_DAEMON, *_OF_SERVICE, GateSampled, CanaryDone, Diagnosed, TreeEnded, LoadSeen),
+        ignores=(*_OF_THE_DAEMON, *_OF_SERVICE, GateSampled, CanaryDone, Signalled, Diagnosed, TreeEnded, LoadSeen),
     ),
     _S.PROVING: _row(
         {
@@ -194,11 +217,23 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             LoadSeen: _on(load_seen),
             HealthSeen: _on(health_seen),
             CanaryDone: _on(canary_done, _S.STOPPING),
+            BurstDone: _on(burst_done),
+            SoakDone: _on(soak_done, _S.SERVING, _S.STOPPING),
             Exited: _on(exited, _S.STOPPING),
             Tick: _on(running_tick, _S.SERVING, _S.STOPPING),
             Commanded: _on(command_running, _S.STOPPING),
         },
-        ignores=(*_OF_THE_DAEMON, *_OF_SERVICE, GateSampled, Spawned, SpawnFailed, PhaseSeen, Diagnosed, TreeEnded),
+        ignores=(
+            *_OF_THE_DAEMON,
+            *_OF_SERVICE,
+            GateSampled,
+            Spawned,
+            SpawnFailed,
+            PhaseSeen,
+            Signalled,
+            Diagnosed,
+            TreeEnded,
+        ),
     ),
     _S.SERVING: _row(
         {
@@ -212,11 +247,12 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             RoomSeen: _on(room_seen),
             Pressed: _on(pressed, _S.DRAINING, _S.STOPPING),
             ReliefJudged: _on(relief_judged, _S.DRAINING, _S.STOPPING),
+            CreepSeen: _on(creep_seen),
             Exited: _on(exited, _S.STOPPING),
             Tick: _on(running_tick, _S.DRAINING, _S.STOPPING),
             Commanded: _on(command_running, _S.DRAINING, _S.STOPPING),
         },
-        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, Diagnosed, TreeEnded),
+        ignores=(*_OF_THE_DAEMON, GateSampled, Spawned, SpawnFailed, PhaseSeen, Signalled, Diagnosed, TreeEnded),
     ),
     _S.DRAINING: _row(
         {
@@ -238,6 +274,7 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             SpawnFailed,
             PhaseSeen,
             CanaryDone,
+            Signalled,
             Diagnosed,
             TreeEnded,
         ),
@@ -248,6 +285,7 @@ TABLE: Mapping[StateName, Mapping[type[Fact], Entry]] = {
             Spawned: _on(spawned),
             SpawnFailed: _on(spawn_failed, *_WHEREVER),
             LedgerSeen: _on(ledger_seen),
+            Signalled: _on(signalled),
             Exited: _on(stopping_exited),
             Diagnosed: _on(diagnosed, *_WHEREVER),
             TreeEnded: _on(tree_ended, *_WHEREVER),

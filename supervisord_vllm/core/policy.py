@@ -8,6 +8,7 @@ from typing import Literal
 
 from supervisord_vllm.core.diagnosis import Kind
 from supervisord_vllm.core.levers import Levers, Rung
+from supervisord_vllm.core.windows import Window
 
 SECOND = 1_000_000_000
 """Nanoseconds in a second: every time in the core is an integer of nanoseconds."""
@@ -55,6 +56,22 @@ class Pressure:
     cost_ns: int = 60 * SECOND
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """``[proof]`` beside canary and soak time: the burst, and whether the soak judges memory.
+
+    ``concurrency`` requests at once (``None``: max_num_seqs, at most 32; 0: no burst) of about ``prompt_tokens``
+    (``None``: together they fill one step of the engine) and ``output_tokens``; after ``burst_max_ns`` it is over."""
+
+    concurrency: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int = 64
+    burst_max_ns: int = 300 * SECOND
+    memory: bool = True
+    bounded: bool = True
+    """Whether the utilization bounds the engine: an explicit size of the KV cache switches it off."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """What the operator asked for and what may move. Times are nanoseconds."""
@@ -74,8 +91,12 @@ class Policy:
     stop_deadline_ns: int = 180 * SECOND
     """Longer than the longest stop that the policy permits: whatever still lives then cannot be ended."""
     soak_ns: int = 30 * SECOND
+    proof: Proof | None = None
+    """``None``: a proof is the canary and the time of the soak, and nothing else."""
     step_up_ns: int = 1800 * SECOND
     """Serving time before the way back to what is declared is tried."""
+    windows: tuple[Window, ...] = ()
+    """When a step up and a planned recycle may begin; none: at a quiet moment."""
     planned_per_day: int = 4
     drain_ns: int = 300 * SECOND
     """How long a planned change waits for running requests."""

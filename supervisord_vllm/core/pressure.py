@@ -1,10 +1,10 @@
 """Pressure: when an engine that serves too slowly is worth a restart. Pure functions of windows of samples.
 
 *What is lost.* x is the share of new observations above a target (linear within the histogram's bucket); where requests
-wait and none was observed, x is 1. The loss is the largest (x - 0.05)+ / 0.95 of all targets, and S, its sum over time,
-counts outage-equivalent seconds. *When*: ski rental. A restart costs C; it is worth it once S >= 2^k * C, with k the
-changes of this kind that were taken back since the last that helped. So what is lost is never more than 1 + 2^k times
-what the best choice in hindsight would have lost.
+wait and none got a first token, x is 1. The loss is the largest (x - 0.05)+ / 0.95 of all targets, and S, its sum over
+time, counts outage-equivalent seconds; a page that was not read adds nothing. *When*: ski rental. A restart costs C; it
+is worth it once S >= 2^k * C, with k the changes of this kind that were taken back since the last that helped. So what
+is lost is never more than 1 + 2^k times what the best choice in hindsight would have lost.
 
 *Which resource binds.* KV cache: preemptions rise, or requests wait although slots are free and the cache is full. A
 full cache alone says nothing: that is prefix caching. Slots: nearly always as many run as may, others wait, and the
@@ -15,8 +15,8 @@ They stand beside `decide`, not in it: samples are many and would flood the reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Literal
@@ -36,6 +36,8 @@ ENOUGH_TOKENS = 200
 """First tokens after which a change can be judged."""
 ALIKE = 0.25
 """Arrivals within this share of before are the same load."""
+FELL = 0.05
+"""A loss that is lower by less than this did not fall: pages of the same service differ by as much."""
 PATIENT_S = 1800.0
 """A change that could not be judged within this is kept."""
 
@@ -63,6 +65,11 @@ class Sample:
     def first_tokens(self) -> int:
         """Requests that got their first token."""
         return self.ttft[-1][1] if self.ttft else 0
+
+    @property
+    def arrived(self) -> int:
+        """Requests that came: each is finished, runs or waits. From the engine's start on."""
+        return self.finished + self.running + self.waiting
 
 
 def late_share(before: Histogram, after: Histogram, target_s: float) -> float | None:
@@ -111,7 +118,7 @@ def loss(targets: Pressure, before: Sample, after: Sample) -> float:
             continue
         late = late_share(getattr(before, name), getattr(after, name), target_ns / SECOND)
         if late is None:
-            late = 1.0 if after.waiting > 0 else 0.0
+            late = 1.0 if after.waiting > 0 and after.first_tokens == before.first_tokens else 0.0
         worst = max(worst, (late - TOLERATED) / (1 - TOLERATED))
     return worst
 
@@ -194,57 +201,24 @@ class Episode:
         return self.verdict is not None and self.lost_s >= 2**roll_backs * cost_s
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a watch must know of the launch. ``curable`` are the verdicts that a permitted change may help against."""
-
-    targets: Pressure
-    sequences: int | None = None
-    kv_tokens: int | None = None
-    cost_s: float = 60.0
-    roll_backs: Mapping[str, int] = field(default_factory=dict)
-    curable: frozenset[Verdict] = frozenset({"kv", "slot"})
-
-
-@dataclass(frozen=True)
-class Watch:
-    """One launch while it serves: the pages of the last five minutes and the episode."""
-
-    window: tuple[Sample, ...] = ()
-    episode: Episode = Episode()
-    loss: float = 0.0
-
-    def scraped(self, sample: Sample, terms: Terms) -> Watch:
-        """After a page. The first is a baseline; a page that counts less than before is one (the engine restarted)."""
-        last = self.window[-1] if self.window else None
-        if last is None or sample.first_tokens < last.first_tokens or sample.at_ns <= last.at_ns:
-            return Watch((sample,))
-        window = (*(s for s in self.window if s.at_ns > sample.at_ns - WINDOW_NS), sample)
-        lost = loss(terms.targets, last, sample)
-        verdict = binding(window, terms.sequences)
-        seconds = (sample.at_ns - last.at_ns) / SECOND
-        episode = self.episode.after(
-            verdict, lost, seconds, sample.at_ns, terms.cost_s, curable=verdict in terms.curable
-        )
-        return Watch(window, episode, lost)
-
-    def due(self, terms: Terms) -> bool:
-        """Whether it is time to say so (`core.facts.Pressed`)."""
-        verdict = self.episode.verdict
-        return verdict is not None and self.episode.due(terms.cost_s, terms.roll_backs.get(verdict, 0))
-
-    def sequences(self, terms: Terms) -> int | None:
-        """How many of the requests seen the KV cache holds at once."""
-        return sequences_held(terms.kv_tokens, request_tokens(self.window))
-
-
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A stretch of service: how long, how many first tokens, how much was lost."""
+    """A stretch of service: how long, how many first tokens, how much was lost, how many requests came (``None``:
+    taken to be as many as got a first token)."""
 
     seconds: float = 0.0
     first_tokens: int = 0
     lost_s: float = 0.0
+    arrived: int | None = None
+
+    def and_then(self, more: Measure) -> Measure:
+        """Both stretches, one after the other."""
+        return Measure(
+            self.seconds + more.seconds,
+            self.first_tokens + more.first_tokens,
+            self.lost_s + more.lost_s,
+            (self.arrived or 0) + (more.first_tokens if more.arrived is None else more.arrived),
+        )
 
     @property
     def loss(self) -> float:
@@ -254,7 +228,8 @@ class Measure:
     @property
     def arrivals(self) -> float:
         """Requests a second."""
-        return self.first_tokens / self.seconds if self.seconds > 0 else 0.0
+        arrived = self.first_tokens if self.arrived is None else self.arrived
+        return arrived / self.seconds if self.seconds > 0 else 0.0
 
 
 def measure(targets: Pressure, samples: Sequence[Sample]) -> Measure:
@@ -263,12 +238,13 @@ def measure(targets: Pressure, samples: Sequence[Sample]) -> Measure:
         return Measure()
     lost = sum(loss(targets, a, b) * (b.at_ns - a.at_ns) / SECOND for a, b in pairwise(samples))
     first, last = samples[0], samples[-1]
-    return Measure((last.at_ns - first.at_ns) / SECOND, last.first_tokens - first.first_tokens, lost)
+    seconds = (last.at_ns - first.at_ns) / SECOND
+    return Measure(seconds, last.first_tokens - first.first_tokens, lost, last.arrived - first.arrived)
 
 
 def verdict_on(before: Measure, after: Measure) -> Literal["keep", "roll-back"] | None:
     """What a change brought, once that can be told: taken back only if the loss did not fall under a like load."""
     alike = before.arrivals > 0 and abs(after.arrivals / before.arrivals - 1) <= ALIKE
     if after.first_tokens >= ENOUGH_TOKENS and alike:
-        return "roll-back" if after.loss >= before.loss else "keep"
+        return "roll-back" if after.loss > before.loss - FELL else "keep"
     return "keep" if after.seconds >= PATIENT_S else None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from supervisord_vllm.core import telling
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Evidence, Kind
-from supervisord_vllm.core.facts import Pressed, ReliefJudged
+from supervisord_vllm.core.facts import Pressed, ReliefJudged, Verdict
 from supervisord_vllm.core.judgement import record, restoring
 from supervisord_vllm.core.knowledge import known
 from supervisord_vllm.core.ledger import per_mille_up, requested, room
@@ -23,6 +23,29 @@ from supervisord_vllm.core.state import Launch, Plan, Probe, State, StateName, r
 from supervisord_vllm.core.steps import Step, to_draining
 
 Found = tuple[tuple[Move, ...], str]
+Cures = dict[Verdict, tuple[Move, ...]]
+VERDICTS: tuple[Verdict, ...] = ("kv", "slot", "compute")
+WARM = frozenset({UTILIZATION, EAGER})
+"""Levers whose change keeps vLLM's compile cache: every other one makes the next start a cold one."""
+
+
+def cures(policy: Policy, state: State, sequences: int | None, now_ns: int) -> Cures:
+    """The verdicts that a permitted change may help against now, each with its moves; ``sequences`` is how many of the
+    requests seen the KV cache holds. A hold or a used-up day does not make a cure none: it waits."""
+    if state.launch is None:
+        return {}
+    found: Cures = {}
+    for verdict in VERDICTS:
+        asked = Pressed(at_ns=now_ns, verdict=verdict, loss=0.0, lost_s=0.0, cost_s=0.0, sequences=sequences)
+        cure = _cure(policy, state, state.launch, asked)
+        if not isinstance(cure, str):
+            found[verdict] = cure[0]
+    return found
+
+
+def starts_cold(moves: tuple[Move, ...]) -> bool:
+    """Whether the launch with these moves has to compile anew."""
+    return any(move.lever not in WARM for move in moves)
 
 
 def pressed(policy: Policy, state: State, fact: Pressed) -> Step:
@@ -110,11 +133,11 @@ def _waits(policy: Policy, state: State, now_ns: int) -> str:
 
 def _said(state: State, fact: Pressed, reason: str) -> Step:
     assert state.launch is not None
+    needs = "More engines, or more cards, carry more load"
+    if fact.engines is not None:
+        needs = f"The load needs about {fact.engines:.1f} engines of this size"
     decision = _decision(
-        state,
-        fact,
-        f"No restart: {reason}. More engines, or more cards, carry more load; `vllm-supervise status` shows it.",
-        action=Action.OBSERVE,
+        state, fact, f"No restart: {reason}. {needs}; `vllm-supervise status` shows it.", action=Action.OBSERVE
     )
     state, recorded = record(replace(state, launch=replace(state.launch, told=True)), decision)
     return state, (recorded,)

@@ -10,6 +10,7 @@ from supervisord_vllm.core.ledger import BLOCK, MARGIN, PRINTED, Room, gib, per_
 from supervisord_vllm.core.levers import EAGER, MODEL_LEN, NUM_SEQS, UTILIZATION, WEIGHTS, LeverValue, Rung, show
 from supervisord_vllm.core.observations import Observation
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.soaking import SIGNATURE
 
 Found = tuple[tuple[Move, ...], str]
 Rule = Callable[[Policy, Case, str, Rung], Found | str]
@@ -123,7 +124,8 @@ def _missing_amount(case: Case) -> tuple[int, str] | None:
         return None
     missing = tried - (free or 0) + MARGIN
     amount = max(1, per_mille_up(missing, total))
-    why = f"({gib(tried)} tried − {gib(free or 0)} free + {gib(MARGIN)}) / {gib(total)} = −{amount / 1000:.3f}"
+    word = "too much" if case.diagnosis.signature == SIGNATURE else "tried"
+    why = f"({gib(tried)} {word} − {gib(free or 0)} free + {gib(MARGIN)}) / {gib(total)} = −{amount / 1000:.3f}"
     return amount, why
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from supervisord_vllm.core import telling
-from supervisord_vllm.core.actions import Canary, CloseGate, EndTree, Proven
+from supervisord_vllm.core import proving, telling
+from supervisord_vllm.core.actions import Canary, CloseGate, EndTree
 from supervisord_vllm.core.climbing import climb
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Evidence, Kind
@@ -21,16 +21,13 @@ from supervisord_vllm.core.facts import (
     Tick,
 )
 from supervisord_vllm.core.judgement import record
-from supervisord_vllm.core.knowledge import setting_of
 from supervisord_vllm.core.ledger import uncounted_graphs
-from supervisord_vllm.core.observations import Observation, noted
 from supervisord_vllm.core.policy import Policy
-from supervisord_vllm.core.remedies import pinned
+from supervisord_vllm.core.recycling import recycle
 from supervisord_vllm.core.state import (
     FATAL_PATIENCE_NS,
     UNHEALTHY_PATIENCE_NS,
     Ending,
-    Incident,
     State,
     StateName,
     backoff_ns,
@@ -43,7 +40,8 @@ from supervisord_vllm.core.stopping import leave_stopping
 def spawned(policy: Policy, state: State, fact: Spawned) -> Step:
     """The main process exists."""
     assert state.launch is not None
-    return replace(state, launch=replace(state.launch, pid=fact.pid, argv=fact.argv, log=fact.log)), ()
+    launch = replace(state.launch, pid=fact.pid, start_ticks=fact.start_ticks, argv=fact.argv, log=fact.log)
+    return replace(state, launch=launch), ()
 
 
 def spawn_failed(policy: Policy, state: State, fact: SpawnFailed) -> Step:
@@ -142,8 +140,10 @@ def canary_done(policy: Policy, state: State, fact: CanaryDone) -> Step:
     if launch.fatal_ns is not None and not launch.fatal_asked:
         return state, ()
     ready_ns = fact.at_ns if launch.ready_ns is None else launch.ready_ns
-    launch = replace(launch, ready=True, ready_ns=ready_ns, fatal_ns=None, fatal_asked=False)
-    return replace(state, launch=launch), ()
+    first = launch.ready_ns is None
+    told = fact.first_token_s if first else launch.first_token_s
+    launch = replace(launch, ready=True, ready_ns=ready_ns, fatal_ns=None, fatal_asked=False, first_token_s=told)
+    return replace(state, launch=launch), proving.after_canary(policy, launch) if first else ()
 
 
 def running_tick(policy: Policy, state: State, fact: Tick) -> Step:
@@ -162,27 +162,11 @@ def running_tick(policy: Policy, state: State, fact: Tick) -> Step:
     if state.name is StateName.STARTING and now >= launch.spawned_ns + policy.start_max_ns:
         text = f"not healthy {telling.span(policy.start_max_ns)} after it was spawned (phase {launch.phase})"
         return to_stopping(state, now, "failure", Kind.STARTUP_WEDGED, text)
-    soaked = launch.ready_ns is not None and now >= launch.ready_ns + policy.soak_ns
-    if state.name is StateName.PROVING and soaked and launch.ready and launch.unhealthy_ns is None:
-        seen = Observation(
-            pinned(launch.levers, launch.ledger), "proven", wall_s=state.wall_s(now), setting=setting_of(launch)
-        )
-        climbed = launch.probe is not None and launch.probe.why == "step-up"
-        after = enter(
-            state,
-            StateName.SERVING,
-            now,
-            launch=replace(launch, proven=True, serving_ns=now),
-            incident=Incident(),
-            failures=0,
-            observations=noted(state.observations, seen),
-            good=launch.target,
-            failed_climbs=0 if climbed else state.failed_climbs,
-        )
-        return after, (Proven(launch.number, launch.target),)
-    if state.name is StateName.SERVING and (step := climb(policy, state, now)) is not None:
+    if state.name is StateName.PROVING and (step := proving.due(policy, state, now)) is not None:
         return step
-    return state, ()
+    if state.name is not StateName.SERVING:
+        return state, ()
+    return climb(policy, state, now) or recycle(policy, state, now) or (state, ())
 
 
 def exited(policy: Policy, state: State, fact: Exited) -> Step:

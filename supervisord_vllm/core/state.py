@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from supervisord_vllm.core import proof
 from supervisord_vllm.core.case import Case
+from supervisord_vllm.core.creep import Growth
 from supervisord_vllm.core.decision import Decision, Move
-from supervisord_vllm.core.diagnosis import Kind
-from supervisord_vllm.core.facts import DeviceMemory, Exited, KernelSeen, Phase, Verdict
+from supervisord_vllm.core.diagnosis import Kind, Number
+from supervisord_vllm.core.facts import BurstDone, DeviceMemory, Exited, Hold, KernelSeen, Phase, SoakDone, Verdict
 from supervisord_vllm.core.ledger import Ledger, Room
 from supervisord_vllm.core.levers import EAGER, KV_DTYPE, MODEL_LEN, UTILIZATION, WEIGHTS, Levers
 from supervisord_vllm.core.observations import Observation
+from supervisord_vllm.core.occasion import DAY_NS, Occasion, occasion
 from supervisord_vllm.core.policy import SECOND, Policy
 
 FATAL_PATIENCE_NS = 6 * SECOND
@@ -73,6 +76,12 @@ class Launch:
     fatal_asked: bool = False
     unhealthy_ns: int | None = None
     exited: Exited | None = None
+    first_token_s: float | None = None
+    """What the first canary's first token took, where that was told."""
+    burst: BurstDone | None = None
+    weighed: bool = False
+    """The soak's time is over and its memory was asked for."""
+    soak: SoakDone | None = None
     kernel: tuple[KernelSeen, ...] = ()
     oom_kills: int = 0
     vanished: str | None = None
@@ -82,7 +91,20 @@ class Launch:
     room: Room | None = None
     probe: Probe | None = None
     proposed: bool = False
-    """A step up was said or found impossible: not again for this launch, unless the room changes."""
+    """A step up was decided, or said where nothing is acted on: not again for this launch, unless the room changes."""
+    after_ns: int = 0
+    """No planned change before: none was possible, or its window was missed."""
+    awaited: bool = False
+    """It was said that the quiet moment for a step up does not come."""
+    growth: Growth | None = None
+    """Own memory that creeps."""
+    growth_told: bool = False
+    fingerprint: str = ""
+    """Of the policy that it was started under."""
+    start_ticks: int = 0
+    """With the pid the identity of the main process within this boot."""
+    cut: int | None = None
+    """How many bytes of output there were when our first signal was sent."""
     told: bool = False
     """It was said that no configuration helps against the load."""
 
@@ -131,6 +153,8 @@ class Draining:
     since_ns: int
     plan: Plan | None = None
     why: Literal["planned", "operator"] = "planned"
+    counted: bool = False
+    """Whether it is the last of `State.planned`."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +169,8 @@ class Ending:
     plan: Plan | None = None
     gone: bool = False
     forced: bool = False
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    """Numbers of what was suspected, under their canonical names."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +187,7 @@ class State:
     incident: Incident = Incident()
     restarts: tuple[int, ...] = ()
     failures: int = 0
-    held: bool = False
+    hold: Hold | None = None
     next_launch: int = 1
     next_decision: int = 1
     last_decision: Decision | None = None
@@ -173,7 +199,11 @@ class State:
     dropped: int = 0
     observations: tuple[Observation, ...] = ()
     wall_offset_s: int = 0
-    """Wall time minus CLOCK_BOOTTIME, in seconds, as it was when the daemon started."""
+    """Wall time minus CLOCK_BOOTTIME, in seconds, as last seen."""
+    utc_offset_s: int = 0
+    """Local time of the host minus UTC, in seconds, as last seen."""
+    fingerprint: str = ""
+    """Of the policy that ``target`` was made under."""
     good: Levers | None = None
     """The last target that passed the proof under this policy."""
     draining: Draining | None = None
@@ -199,12 +229,14 @@ class State:
         """Whether requests are answered."""
         return self.launch is not None and self.launch.ready and self.name in (StateName.PROVING, StateName.SERVING)
 
+    @property
+    def held(self) -> bool:
+        """Whether an operator holds the configuration; a hold that is over is taken away by the next fact."""
+        return self.hold is not None
+
     def wall_s(self, at_ns: int) -> int:
         """Wall time of a moment, in whole seconds."""
         return at_ns // SECOND + self.wall_offset_s
-
-
-DAY_NS = 24 * 3600 * SECOND
 
 
 def recent_plans(state: State, now_ns: int) -> tuple[int, ...]:
@@ -213,19 +245,47 @@ def recent_plans(state: State, now_ns: int) -> tuple[int, ...]:
 
 
 def climb_due_ns(policy: Policy, state: State) -> int | None:
-    """When the way back up may be tried next; ``None`` where it waits for something else than time.
+    """When the way back up may be tried next, or it is said that its quiet moment does not come; ``None`` where it
+    waits for something else than time."""
+    comes, launch = climb_occasion(policy, state), state.launch
+    if comes is None or launch is None or launch.serving_ns is None:
+        return None
+    if comes.at_ns is None and not launch.awaited and not state.held and policy.planned_per_day:
+        return max(climb_from_ns(policy, state, launch.serving_ns) + DAY_NS, launch.after_ns)
+    return comes.at_ns
 
-    It waits for a quiet moment, for the end of a hold, and where nothing is degraded for nothing at all.
-    """
+
+def climb_occasion(policy: Policy, state: State) -> Occasion | None:
+    """When the way back up may be tried next and what it waits for; ``None`` where nothing is to be taken back."""
     launch = state.launch
-    if launch is None or launch.serving_ns is None or launch.proposed or state.held or launch.load != "idle":
+    if launch is None or launch.serving_ns is None or launch.proposed or not degraded(policy, launch):
         return None
-    if policy.planned_per_day == 0 or not degraded(policy, launch):
+    return occasion(policy, state, max(climb_from_ns(policy, state, launch.serving_ns), launch.after_ns))
+
+
+def climb_from_ns(policy: Policy, state: State, serving_ns: int) -> int:
+    """When a launch that serves since then has served for long enough: twice as long after each step up that failed."""
+    return serving_ns + (policy.step_up_ns << min(state.failed_climbs, 16))
+
+
+RECYCLE_HORIZON_NS = 36 * 3600 * SECOND
+"""Memory that creeps is acted on once it would be full within this: a window a day comes in time."""
+
+
+def recycles(policy: Policy) -> bool:
+    """Whether an engine whose memory creeps is restarted by itself."""
+    return policy.act and "planned-recycle" in policy.allow
+
+
+def creep_due_ns(policy: Policy, state: State) -> int | None:
+    """When memory that creeps is acted on, or said to; ``None`` where that is not a matter of time."""
+    launch = state.launch
+    if launch is None or launch.growth is None:
         return None
-    due = launch.serving_ns + (policy.step_up_ns << min(state.failed_climbs, 16))
-    if len(state.planned) >= policy.planned_per_day:
-        due = max(due, state.planned[-policy.planned_per_day] + DAY_NS)
-    return due
+    due = max(launch.growth.full_ns - RECYCLE_HORIZON_NS, launch.growth.at_ns)
+    if not launch.growth_told:
+        return due
+    return occasion(policy, state, max(due, launch.after_ns)).at_ns if recycles(policy) else None
 
 
 def degraded(policy: Policy, launch: Launch) -> tuple[str, ...]:
@@ -264,13 +324,15 @@ def wake_at_ns(policy: Policy, state: State) -> int | None:
         times.append(state.ending.since_ns + policy.stop_deadline_ns)
     if state.name is StateName.DRAINING and state.draining is not None:
         times.append(state.draining.since_ns + policy.drain_ns)
-    if state.name is StateName.SERVING and (due := climb_due_ns(policy, state)) is not None:
-        times.append(due)
+    if state.hold is not None and state.hold.until_ns is not None:
+        times.append(state.hold.until_ns)
+    if state.name is StateName.SERVING:
+        times += (due for due in (climb_due_ns(policy, state), creep_due_ns(policy, state)) if due is not None)
     if launch is not None and state.name in (StateName.STARTING, StateName.PROVING, StateName.SERVING):
         if state.name is StateName.STARTING:
             times.append(launch.spawned_ns + policy.start_max_ns)
-        if state.name is StateName.PROVING and launch.ready and launch.ready_ns is not None and not launch.unhealthy_ns:
-            times.append(launch.ready_ns + policy.soak_ns)
+        if state.name is StateName.PROVING and (wake := proof.next_wake_ns(policy, launch)) is not None:
+            times.append(wake)
         if launch.fatal_ns is not None and not launch.fatal_asked:
             times.append(launch.fatal_ns + FATAL_PATIENCE_NS)
         if launch.unhealthy_ns is not None:
@@ -296,6 +358,20 @@ def backoff_ns(policy: Policy, failures: int, launch: int) -> int:
     return int(grown * (0.9 + 0.1 * jitter))
 
 
+def _planned_outlook(policy: Policy, state: State) -> tuple[str, int | None]:
+    """The planned change that a serving engine waits for, and its earliest moment."""
+    comes, launch = climb_occasion(policy, state), state.launch
+    if comes is not None and launch is not None:
+        quiet = "" if policy.windows else ", at a quiet moment"
+        return f"a step up, {comes.waits_for}" if comes.waits_for else f"a step up{quiet}", comes.at_ns
+    if launch is not None and launch.growth is not None and recycles(policy):
+        due = max(launch.growth.full_ns - RECYCLE_HORIZON_NS, launch.growth.at_ns, launch.after_ns)
+        comes = occasion(policy, state, due)
+        what = "a restart with the same configuration, since its memory grows"
+        return f"{what}, {comes.waits_for}" if comes.waits_for else what, comes.at_ns
+    return "nothing: it serves", None
+
+
 def outlook(policy: Policy, state: State) -> tuple[str, int | None]:
     """What will happen next by itself, and when (CLOCK_BOOTTIME ns; ``None`` where no time is fixed)."""
     if state.name is StateName.ADOPTING:
@@ -307,12 +383,9 @@ def outlook(policy: Policy, state: State) -> tuple[str, int | None]:
     if state.name is StateName.STARTING and state.launch is not None:
         return "a canary once /health says 200", state.launch.spawned_ns + policy.start_max_ns
     if state.name is StateName.PROVING and state.launch is not None:
-        if state.launch.ready_ns is None:
-            return "the canary's answer", None
-        return "proven when the soak is over", state.launch.ready_ns + policy.soak_ns
+        return proof.coming(policy, state.launch)
     if state.name is StateName.SERVING:
-        due = climb_due_ns(policy, state)
-        return ("nothing: it serves", None) if due is None else ("a step up, at a quiet moment", due)
+        return _planned_outlook(policy, state)
     if state.name is StateName.DRAINING and state.draining is not None:
         then = "another configuration" if state.draining.why == "planned" else "stay stopped"
         return f"{then}, once no request is left", state.draining.since_ns + policy.drain_ns

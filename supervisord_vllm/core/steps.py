@@ -67,7 +67,8 @@ def to_draining(state: State, now_ns: int, plan: Plan | None) -> Step:
     assert state.launch is not None
     if state.launch.load == "idle":
         return to_stopping(state, now_ns, "operator" if plan is None else "planned", plan=plan)
-    draining = Draining(now_ns, plan, "operator" if plan is None else "planned")
+    why: Literal["planned", "operator"] = "operator" if plan is None else "planned"
+    draining = Draining(now_ns, plan, why, counted=now_ns in state.planned)
     return enter(state, StateName.DRAINING, now_ns, draining=draining), ()
 
 

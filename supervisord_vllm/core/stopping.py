@@ -9,7 +9,7 @@ from supervisord_vllm.core.actions import Action as Act
 from supervisord_vllm.core.actions import Clean, Exit
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Kind
-from supervisord_vllm.core.facts import Diagnosed, Exited, Tick, TreeEnded
+from supervisord_vllm.core.facts import Diagnosed, Exited, Signalled, Tick, TreeEnded
 from supervisord_vllm.core.judgement import judge, record
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.state import Incident, State, StateName
@@ -17,6 +17,13 @@ from supervisord_vllm.core.steps import GIVEN_UP_STATUS, Step, enter, to_gate, t
 
 CLEANED = frozenset({Kind.STARTUP_WEDGED, Kind.COMPILE_CACHE_CORRUPT, Kind.SHM_EXHAUSTED})
 """Kinds that a lock or a segment of a dead owner can be the cause of: those are moved aside before the next start."""
+
+
+def signalled(policy: Policy, state: State, fact: Signalled) -> Step:
+    """Our first signal is on its way: what the engine prints from here on is no cause."""
+    if state.launch is None or state.launch.cut is not None:
+        return state, ()
+    return replace(state, launch=replace(state.launch, cut=fact.position)), ()
 
 
 def stopping_exited(policy: Policy, state: State, fact: Exited) -> Step:

@@ -15,6 +15,7 @@ from supervisord_vllm.core.facts import DeviceMemory, Exited, ProcessRef
 from supervisord_vllm.core.ledger import Room, gib, requested, to_bytes
 from supervisord_vllm.core.levers import UTILIZATION, show
 from supervisord_vllm.core.policy import SECOND, Policy
+from supervisord_vllm.core.soaking import SIGNATURE
 
 LABELS: Mapping[str, str] = {UTILIZATION: "utilization"}
 
@@ -97,7 +98,9 @@ def happened(case: Case, exited: Exited | None, suspicion: str = "") -> str:
     if kind in STAGES:
         tried, free = _size(diagnosis.numbers, "tried_gib"), _size(diagnosis.numbers, "free_gib")
         sizes = f" (tried {tried}, {free} free)" if tried and free else f" (tried {tried})" if tried else ""
-        return f"ran out of GPU memory {STAGES[kind]}{sizes}{_neighbour(case)}"
+        short = f"is too large for its memory: {suspicion}"
+        ran_out = f"ran out of GPU memory {STAGES[kind]}{sizes}"
+        return (short if diagnosis.signature == SIGNATURE else ran_out) + _neighbour(case)
     if kind is Kind.GPU_BUSY_FOREIGN and diagnosis.number("free_gib") is not None:
         util = diagnosis.number("util")
         asked = f"utilization {util:.3f}" if util is not None else "the request"

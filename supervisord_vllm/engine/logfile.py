@@ -1,4 +1,7 @@
-"""A log as a file or a stream: its lines, bounded, and what is wrong with one that cannot be judged."""
+"""A log as a file or a stream: its lines, bounded, and what is wrong with one that cannot be judged.
+
+A hole that the daemon punched into a launch's log is left out (`supervisord_vllm.holes`).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final, Protocol
 
 from supervisord_vllm.engine.launches import Launches
 from supervisord_vllm.engine.lines import LIMIT
+from supervisord_vllm.holes import DataReader
 
 QUIET_S: Final = 2.0
 """A cause and "already dead" come in either order: a verdict falls after this long without a new line."""
@@ -21,19 +25,39 @@ _POLL_S: Final = 0.25
 _BINARY_LOOK: Final = 8192
 
 
+class Source(Protocol):
+    """What lines are read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Some bytes, none at the end."""
+
+
 class UnreadableLogError(Exception):
     """The input cannot be judged; the message names it and says what to do."""
 
 
 @contextmanager
-def opened(name: str) -> Iterator[BinaryIO]:
+def opened(name: str) -> Iterator[Source]:
     """A log by its path, ``-`` for standard input. Raises `UnreadableLogError`."""
     if name == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        with Path(name).open("rb") as stream:
+        yield _standard_input()
+    else:
+        with _file(name) as stream:
             yield stream
+
+
+def _standard_input() -> Source:
+    try:
+        return DataReader(sys.stdin.fileno())
+    except OSError:  # a stand-in without a descriptor
+        return sys.stdin.buffer
+
+
+@contextmanager
+def _file(name: str) -> Iterator[DataReader]:
+    try:
+        with Path(name).open("rb", buffering=0) as stream:
+            yield DataReader(stream.fileno())
     except FileNotFoundError as error:
         raise UnreadableLogError(
             f"{name}: there is no such file; give the path of a vLLM log, or - for standard input"
@@ -46,7 +70,7 @@ def opened(name: str) -> Iterator[BinaryIO]:
         raise UnreadableLogError(f"{name}: {error.strerror or error}; give a readable vLLM log") from error
 
 
-def bounded_lines(stream: BinaryIO) -> Iterator[bytes]:
+def bounded_lines(stream: Source) -> Iterator[bytes]:
     """The lines of a stream without their newlines, each cut at `LIMIT` bytes; memory is bounded whatever the file."""
     rest = bytearray()
     while chunk := stream.read(_CHUNK):
@@ -67,7 +91,7 @@ def bounded_lines(stream: BinaryIO) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def blocks(stream: BinaryIO) -> Iterator[bytes]:
+def blocks(stream: Source) -> Iterator[bytes]:
     """A stream in blocks of whole lines, each ending with a newline. A line that is longer than a chunk is cut at
     `LIMIT`
     bytes, so that memory is bounded whatever the file.
@@ -115,11 +139,11 @@ def followed(name: str, *, poll_s: float = _POLL_S, quiet_s: float = QUIET_S) ->
     A file that was replaced or cut (log rotation) is read anew. Raises `UnreadableLogError` if it cannot be opened.
     """
     while True:
-        with opened(name) as stream:
+        with _file(name) as stream:
             yield from _growing(stream, name, poll_s, quiet_s)
 
 
-def _growing(stream: BinaryIO, name: str, poll_s: float, quiet_s: float) -> Iterator[Launches]:
+def _growing(stream: DataReader, name: str, poll_s: float, quiet_s: float) -> Iterator[Launches]:
     """Until the file is another one."""
     launches, rest, fresh, since = Launches(), bytearray(), False, time.monotonic()
     while True:
@@ -141,7 +165,7 @@ def _growing(stream: BinaryIO, name: str, poll_s: float, quiet_s: float) -> Iter
         time.sleep(poll_s)
 
 
-def _replaced(stream: BinaryIO, name: str) -> bool:
+def _replaced(stream: DataReader, name: str) -> bool:
     try:
         now = Path(name).stat()
     except FileNotFoundError:

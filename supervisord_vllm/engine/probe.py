@@ -8,10 +8,9 @@ new connection, because a kept one would hide that nobody listens any more.
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,35 +19,45 @@ from typing import Any, Literal, final
 import aiohttp
 
 from supervisord_vllm.core.progress import Answer
-from supervisord_vllm.engine.metrics import EngineLoad, parse_metrics
+from supervisord_vllm.engine.asking import (
+    LARGEST_REPLY,
+    NOT_SERVED,
+    PATHS,
+    STREAMED,
+    Answered,
+    Endpoint,
+    Model,
+    answer,
+    body_of,
+    first_model,
+    parsed,
+    reason_of,
+    whole,
+)
+from supervisord_vllm.engine.metrics import EngineLoad, NoPage, parse_metrics
 
-LARGEST_REPLY = 4 << 20
-"""Bytes; a /metrics page of a server with many models is some 100 KiB."""
 LONGEST_DETAIL = 300
 NO_ANSWER = 0
 """What `EngineClient.health` says of a server that accepts but does not answer in time: busy, perhaps hung."""
 
-Served = Literal["auto", "completions", "chat", "embeddings"]
+Served = Literal["auto", "completions", "chat", "embeddings", "scoring"]
+"""What a canary asks for: an endpoint, or the first one that answers."""
 
-_PATHS: Mapping[str, str] = {
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-    "embeddings": "/v1/embeddings",
-}
-_NOT_SERVED = frozenset({400, 404, 405, 422, 501})
-"""What vLLM says of an endpoint that does not suit the model (no chat template, an embedding model)."""
+__all__ = ["LARGEST_REPLY", "NO_ANSWER", "Answered", "CanaryResult", "EngineClient", "Served"]
 
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """Whether the one-token request was answered, by which endpoint or why not, how long it took, the last status."""
+    """Whether the one-token request was answered, by which endpoint or why not, how long it took, the last status, and
+    what the first token took where the answer was streamed."""
 
     ok: bool
     detail: str
     seconds: float
     status: int | None = None
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +66,7 @@ class _Reply:
     body: bytes
 
     def json(self) -> Any:  # noqa: ANN401 - whatever a server sends
-        try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):
-            return None
+        return parsed(self.body)
 
 
 @final
@@ -128,15 +134,27 @@ class EngineClient:
         except _FAILURES:
             return None
 
-    async def metrics(self) -> EngineLoad | None:
-        """What /metrics says, or ``None``: no page. A failed scrape is no evidence."""
+    async def page(self) -> EngineLoad | NoPage:
+        """What /metrics says, or that there was no page, and why: no evidence of anything but itself."""
+        begun = time.monotonic()
+
+        def none(why: Literal["slow", "refused", "status"]) -> NoPage:
+            return NoPage(why, time.monotonic() - begun)
+
         try:
             reply = await self._ask("GET", "/metrics", self._timeout)
+        except asyncio.TimeoutError:
+            return none("slow")
         except _FAILURES:
-            return None
+            return none("refused")
         if reply.status != 200:
-            return None
+            return none("status")
         return parse_metrics(reply.body.decode("utf-8", "replace"))
+
+    async def metrics(self) -> EngineLoad | None:
+        """What /metrics says, or ``None``: no page."""
+        page = await self.page()
+        return page if isinstance(page, EngineLoad) else None
 
     async def served_model(self) -> str | None:
         """The name under which the engine serves its base model, or ``None``."""
@@ -144,18 +162,21 @@ class EngineClient:
             reply = await self._ask("GET", "/v1/models", self._timeout)
         except _FAILURES:
             return None
-        return _first_model(reply.json()) if reply.status == 200 else None
+        model = first_model(reply.json()) if reply.status == 200 else None
+        return None if model is None else model.name
 
     async def canary(self, served: Served = "auto") -> CanaryResult:
-        """Ask for one token. ``auto`` tries completions, then chat, then embeddings, and remembers what answered."""
+        """Ask for one token, streamed where that is possible. ``auto`` tries completions, then chat, embeddings and
+        scoring, and remembers what answered."""
         begun = time.monotonic()
         self._last_status = None
 
-        def result(ok: bool, detail: str) -> CanaryResult:
-            return CanaryResult(ok, detail[:LONGEST_DETAIL], time.monotonic() - begun, self._last_status)
+        def result(ok: bool, detail: str, first_token_s: float | None = None) -> CanaryResult:
+            taken = time.monotonic() - begun
+            return CanaryResult(ok, detail[:LONGEST_DETAIL], taken, self._last_status, first_token_s)
 
         try:
-            return result(*await asyncio.wait_for(self._canary(served), self._canary_timeout))
+            return result(*await asyncio.wait_for(self._canary(served, stream=True), self._canary_timeout))
         except asyncio.TimeoutError:
             return result(False, f"no answer within {self._canary_timeout:g} s")
         except _FAILURES as error:
@@ -171,7 +192,7 @@ class EngineClient:
             return "asleep"
         begun = time.monotonic()
         try:
-            await asyncio.wait_for(self._canary(served, seconds), seconds)
+            await asyncio.wait_for(self._canary(served, seconds=seconds), seconds)
         except asyncio.TimeoutError:
             return "silent"
         except _FAILURES:
@@ -191,71 +212,87 @@ class EngineClient:
                 return True
         return False
 
-    async def _canary(self, served: Served, seconds: float | None = None) -> tuple[bool, str]:
+    async def endpoint(self, served: Served, seconds: float) -> tuple[Endpoint, Model] | None:
+        """The endpoint that last answered a canary (``auto``) or is asked for, and the model; ``None``: not known."""
+        known = self._served if served == "auto" else served
+        try:
+            reply = await self._ask("GET", "/v1/models", seconds)
+        except _FAILURES:
+            return None
+        model = first_model(reply.json()) if reply.status == 200 else None
+        return None if model is None or known == "auto" else (known, model)
+
+    async def request(
+        self,
+        endpoint: Endpoint,
+        model: str,
+        words: str,
+        tokens: int,
+        *,
+        seconds: float,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> Answered:
+        """One request, streamed where that is possible. Status 0: no answer, refused, broken off or too late."""
+        begun = time.monotonic()
+        try:
+            return await self._request(endpoint, model, words, tokens, seconds, stream=True, on_token=on_token)
+        except asyncio.TimeoutError:
+            return Answered(0, False, f"no answer within {seconds:g} s", seconds=time.monotonic() - begun)
+        except _FAILURES as error:
+            reason = f"{type(error).__name__}: {error}"[:LONGEST_DETAIL]
+            return Answered(0, False, reason, seconds=time.monotonic() - begun)
+
+    async def _canary(
+        self, served: Served, *, seconds: float | None = None, stream: bool = False
+    ) -> tuple[bool, str, float | None]:
         patience = self._canary_timeout if seconds is None else seconds
         reply = await self._ask("GET", "/v1/models", patience)
-        model = _first_model(reply.json()) if reply.status == 200 else None
+        model = first_model(reply.json()) if reply.status == 200 else None
         if model is None:
-            return False, f"/v1/models: {_reason(reply)}"
+            return False, f"/v1/models: {reason_of(reply.status, reply.json())}", None
         known = self._served if served == "auto" else served
         refusals: list[str] = []
-        for kind in _PATHS if known == "auto" else (known,):
-            reply = await self._ask("POST", _PATHS[kind], patience, _request(kind, model))
-            if reply.status == 200:
-                if not _has_result(reply.json()):
-                    return False, f"{_PATHS[kind]}: 200 without a result"
-                self._served = kind  # type: ignore[assignment]
-                return True, _PATHS[kind]
-            refusals.append(f"{_PATHS[kind]}: {_reason(reply)}")
-            if reply.status not in _NOT_SERVED:
+        for kind in tuple(PATHS) if known == "auto" else (known,):
+            said = await self._request(kind, model.name, "a", 1, patience, stream=stream)
+            if said.ok:
+                self._served = kind
+                return True, PATHS[kind], said.first_token_s
+            refusals.append(f"{PATHS[kind]}: {said.reason}")
+            if said.status not in NOT_SERVED:
                 break
-        return False, "; ".join(refusals)
+        return False, "; ".join(refusals), None
 
-    async def _ask(self, method: str, path: str, seconds: float, body: object = None) -> _Reply:
-        async with self._session.request(
+    async def _request(
+        self,
+        endpoint: Endpoint,
+        model: str,
+        words: str,
+        tokens: int,
+        seconds: float,
+        *,
+        stream: bool,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> Answered:
+        body = body_of(endpoint, model, words, tokens, stream=stream and endpoint in STREAMED)
+        begun = time.monotonic()
+        async with self._open("POST", PATHS[endpoint], seconds, body) as response:
+            self._last_status = response.status
+            return await answer(response, begun, on_token)
+
+    async def _ask(self, method: str, path: str, seconds: float) -> _Reply:
+        async with self._open(method, path, seconds) as response:
+            read = await whole(response)
+            self._last_status = response.status
+            return _Reply(response.status, read)
+
+    def _open(
+        self, method: str, path: str, seconds: float, body: object = None
+    ) -> aiohttp.client._RequestContextManager:
+        return self._session.request(
             method,
             self._base + path,
             json=body,
             allow_redirects=False,
             headers={"Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=seconds),
-        ) as response:
-            read = bytearray()
-            async for chunk in response.content.iter_chunked(1 << 16):
-                read += chunk
-                if len(read) > LARGEST_REPLY:
-                    raise ValueError(f"reply of more than {LARGEST_REPLY >> 20} MiB")
-            self._last_status = response.status
-            return _Reply(response.status, bytes(read))
-
-
-def _request(kind: str, model: str) -> dict[str, object]:
-    if kind == "embeddings":
-        return {"model": model, "input": "a"}
-    one_token: dict[str, object] = {"model": model, "max_tokens": 1, "temperature": 0}
-    if kind == "chat":
-        return {**one_token, "messages": [{"role": "user", "content": "a"}]}
-    return {**one_token, "prompt": "a"}
-
-
-def _first_model(answer: object) -> str | None:
-    """The first model without a parent (a LoRA adapter has one), else the first."""
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
-    models.sort(key=lambda model: model.get("parent") is not None)
-    name = models[0].get("id") if models else None
-    return name if isinstance(name, str) else None
-
-
-def _has_result(answer: object) -> bool:
-    return isinstance(answer, dict) and bool(answer.get("choices") or answer.get("data"))
-
-
-def _reason(reply: _Reply) -> str:
-    """The status and the server's own message, as vLLM and FastAPI put it."""
-    answer = reply.json()
-    error = answer.get("error", answer) if isinstance(answer, dict) else None
-    message = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
-    if reply.status in {401, 403}:
-        return f"{reply.status}, the API key was refused"
-    return f"{reply.status} {message}"[:200] if isinstance(message, str) and message else str(reply.status)
+        )

@@ -20,6 +20,8 @@ PREFIX = "supervise-"
 _ROOT = Path("/")
 _DELEGATED = ("trusted.delegate", "user.delegate")
 """systemd's mark on a cgroup that it leaves to its unit (Delegate=yes)."""
+_CONTROL = ".control"
+"""Where systemd runs the other commands of a unit with a delegated cgroup (ExecStopPost=): below that of its daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,16 @@ def make(marker: str, root: Path = _ROOT) -> LaunchGroup | None:
 
 
 def own_group(root: Path = _ROOT) -> Path | None:
-    """Our cgroup in the v2 tree, ``None`` where none is mounted or ours is outside what is mounted."""
+    """Our cgroup in the v2 tree, for a unit's other commands that of its daemon; ``None`` where none is mounted or ours
+    is outside what is mounted."""
     mount = root / "sys/fs/cgroup"
     tree = next((tree for tree in (mount, mount / "unified") if (tree / "cgroup.controllers").exists()), None)
     inside = _v2_path(procfs.read(root / "proc/self/cgroup", 1 << 16) or b"")
     if tree is None or inside is None or ".." in inside.split("/"):
         return None
     path = tree / inside.lstrip("/")
+    if path.name == _CONTROL:
+        path = path.parent
     return path if path.is_dir() else None
 
 

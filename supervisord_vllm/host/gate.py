@@ -45,6 +45,21 @@ class Gate:
         self._locks: HeldLocks | None = None
         self._locked: frozenset[str] = frozenset()
 
+    @property
+    def locks(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The descriptors that hold device locks, and the devices."""
+        return (self._locks.descriptors, tuple(sorted(self._locked))) if self._locks is not None else ((), ())
+
+    def take_over(self, descriptors: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        """Hold locks that a daemon before us in this process took for the launch that goes on."""
+        self._locks, self._locked = HeldLocks(descriptors), frozenset(devices)
+
+    def lock(self, devices: tuple[str, ...]) -> None:
+        """Take the locks for a start that goes on under a new daemon, where they are free: nothing waits for them."""
+        with contextlib.suppress(LockHeld, LockError):
+            self._locks = lock_devices(devices, lock_dir(self._runtime_dir))
+            self._locked = frozenset(devices)
+
     def watch(self, launch: int) -> None:
         """Begin to look, for this launch."""
         self.close()

@@ -41,6 +41,11 @@ class HeldLocks:
     def __init__(self, descriptors: Iterable[int]) -> None:
         self._descriptors = list(descriptors)
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What holds them: who keeps these open keeps the locks, across an execve too."""
+        return tuple(self._descriptors)
+
     def release(self) -> None:
         """Lets go of all of them; again is harmless."""
         while self._descriptors:
@@ -119,8 +124,9 @@ def _take(path: Path, what: str, mode: int) -> int:
         except BlockingIOError:
             raise LockHeld(what, _owner(descriptor)) from None
         if writable:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name on it
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except BaseException:
         os.close(descriptor)
         raise

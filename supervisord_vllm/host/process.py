@@ -134,6 +134,32 @@ def watch_orphans(loop: asyncio.AbstractEventLoop) -> None:
     loop.add_signal_handler(signal.SIGCHLD, reap_orphans)
 
 
+def reserve(pid: int, start_ticks: int) -> None:
+    """The status of this process is for `adopt`, which follows: nobody else collects it."""
+    _mains[pid] = start_ticks
+
+
+def adopt(pid: int, start_ticks: int, marker: str, log_path: Path) -> Child:
+    """The main process that an earlier daemon spawned, as a child that may have ended already. Its status is known only
+    where that daemon was this very process, before an execve: any other's child is nobody's to ask.
+
+    `reserve` it before anything collects the statuses of children (`watch_orphans`).
+    """
+    pidfd = -1
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+    if pidfd >= 0:
+        # Compared after the pidfd was opened: if the start time still fits, the descriptor is of this very process.
+        found = procfs.stat(pid)
+        if found is not None and found.start_ticks == start_ticks:
+            _mains[pid] = start_ticks
+            return Child(pid, start_ticks, pidfd, marker, log_path, exits.watch(pidfd), cgroup.of_marker(marker))
+        os.close(pidfd)
+    gone: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+    gone.set_result(Exit())
+    return Child(pid, start_ticks, -1, marker, log_path, gone, cgroup.of_marker(marker))
+
+
 def _one_line(argv: Sequence[str], cwd: Path | None, error: OSError) -> str:
     named = error.filename if error.filename is not None else argv[0]
     reason = error.strerror or str(error)

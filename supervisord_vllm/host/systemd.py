@@ -1,6 +1,6 @@
-"""Telling systemd how we are (sd_notify), and how often it wants to hear.
+"""Telling systemd how we are (sd_notify), how often it wants to hear, and what a line of ours is worth to its journal.
 
-Contract: never blocks and never raises; without ``NOTIFY_SOCKET`` nothing happens. See sd_notify(3).
+Contract: never blocks and never raises; without ``NOTIFY_SOCKET`` nothing happens. See sd_notify(3), sd-daemon(3).
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from supervisord_vllm.redaction import printable
 
 STATUS_LIMIT = 500
 """Characters of a status line."""
+PULSE_S = 5.0
+"""The loop is heard of at least this often."""
+EXTENSION_S = 30
+"""How long systemd waits for the next sign of a start or a stop that lasts."""
+_EXTEND = f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}"
+PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
+"""syslog's numbers for our levels."""
 
 
 class Notifier:
@@ -49,9 +56,34 @@ class Notifier:
         """The decision loop is alive."""
         return self.send("WATCHDOG=1")
 
+    def extend(self) -> bool:
+        """A start or a stop goes on and is not to be broken off within `EXTENSION_S`, whatever the unit's time-out."""
+        return self.send(_EXTEND)
+
     def stopping(self, status: str) -> bool:
-        """The daemon ends the engine and then itself."""
-        return self.send("STOPPING=1", _status(status))
+        """The daemon ends the engine and then itself, which may take longer than the unit's time-out."""
+        return self.send("STOPPING=1", _EXTEND, _status(status))
+
+
+class Pulse:
+    """What systemd hears of a loop that turns: the watchdog's word, and that a start or a stop is still being made."""
+
+    def __init__(self, notifier: Notifier, environ: Mapping[str, str]) -> None:
+        self._notifier = notifier
+        watched = watchdog_interval(environ)
+        self._watched = watched is not None
+        self._every_s = PULSE_S if watched is None else min(watched, PULSE_S)
+        self._due = 0.0
+
+    def beat(self, now: float, *, awaited: bool) -> None:
+        """The loop turned at this time (of any monotonic clock). ``awaited``: systemd waits for READY or our end."""
+        if now < self._due:
+            return
+        self._due = now + self._every_s
+        if self._watched:
+            self._notifier.watchdog()
+        if awaited:
+            self._notifier.extend()
 
 
 def _status(text: str) -> str:
@@ -67,3 +99,25 @@ def watchdog_interval(environ: Mapping[str, str], pid: int | None = None) -> flo
     if watched and watched != str(os.getpid() if pid is None else pid):
         return None
     return int(given) / 2_000_000
+
+
+def to_journal(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Whether what is written to a descriptor goes to journald itself, and not to a file or a pipe of somebody else."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+def with_priority(text: str, level: str) -> str:
+    """The text as journald reads it: every line begins with its priority."""
+    prefix = f"<{PRIORITIES.get(level, PRIORITIES['info'])}>"
+    return "\n".join(prefix + line for line in text.split("\n"))
+
+
+def is_main_process(environ: Mapping[str, str], pid: int | None = None) -> bool:
+    """Whether systemd started this very process. Its variables are inherited: a shell in a unit has them too."""
+    if (started := environ.get("SYSTEMD_EXEC_PID")) is not None:  # since systemd 248
+        return started == str(os.getpid() if pid is None else pid)
+    return bool(environ.get("INVOCATION_ID") or environ.get("NOTIFY_SOCKET"))

@@ -250,11 +250,14 @@ def _has_company(child: Child) -> bool:
     return any(found.pid != child.pid and not _is_tracker(found.pid) for found in owned(child.instance, (root,)))
 
 
-async def _terminate_serving(child: Child, grace_s: float, patience: Patience, force: asyncio.Event | None) -> None:
+async def _terminate_serving(
+    child: Child, grace_s: float, patience: Patience, force: asyncio.Event | None, *, signalled: bool
+) -> None:
     """TERM, then waits for the exit, at most ``grace_s``; less once an engine that had other processes has none."""
     loop = asyncio.get_running_loop()
-    had_company = await asyncio.to_thread(_has_company, child)
-    child.send(signal.SIGTERM)
+    had_company = signalled or await asyncio.to_thread(_has_company, child)
+    if not signalled:
+        child.send(signal.SIGTERM)
     deadline = loop.time() + grace_s
     alone_since: float | None = None
     while (now := loop.time()) < deadline and not (force is not None and force.is_set()):
@@ -273,8 +276,10 @@ async def stop(
     grace_s: float,
     patience: Patience = DEFAULT_PATIENCE,
     force: asyncio.Event | None = None,
+    signalled: bool = False,
 ) -> tuple[ProcessRef, ...]:
-    """Ends the launch, politely first; returns what survives KILL (a process that hangs inside a driver).
+    """Ends the launch, politely first; returns what survives KILL (a process that hangs inside a driver). Whoever had
+    ``signalled`` it before us need not be repeated: to some releases a second TERM means haste.
 
     While vLLM initialises it swallows TERM and listens to INT, hence INT, TERM, KILL. When it serves, TERM goes to the
     main process only, and the tree gets ``grace_s`` seconds (vLLM's own shutdown time-out and a margin). One that hangs
@@ -291,7 +296,7 @@ async def stop(
             child.send(signal.SIGTERM)
             await _exits_within(child, patience.alone, force)
         else:
-            await _terminate_serving(child, grace_s, patience, force)
+            await _terminate_serving(child, grace_s, patience, force, signalled=signalled)
     return await end_tree(child, patience=patience)
 
 

@@ -15,6 +15,7 @@ from supervisord_vllm.core.climbing import room_matters
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Diagnosis, Evidence, Kind
 from supervisord_vllm.core.facts import (
+    BurstDone,
     CanaryDone,
     Cleaned,
     Commanded,
@@ -31,9 +32,7 @@ from supervisord_vllm.core.facts import (
     LeftoversReaped,
     LoadSeen,
     PhaseSeen,
-    Pressed,
     ProcessRef,
-    ReliefJudged,
     RoomSeen,
     Spawned,
     Stalled,
@@ -43,14 +42,15 @@ from supervisord_vllm.core.facts import (
 from supervisord_vllm.core.levers import NUM_SEQS, UTILIZATION, WEIGHTS, Levers, Weights
 from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.policy import SECOND, Policy
-from supervisord_vllm.core.pressure import Measure, Terms, Watch, measure, verdict_on
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
+from supervisord_vllm.rehearsal import proving
 from supervisord_vllm.rehearsal.engine import compiled_as, served, settings_of
-from supervisord_vllm.rehearsal.service import PAGE_S, Service, load_at
+from supervisord_vllm.rehearsal.service import PAGE_S, Service, load_at, next_load
 from supervisord_vllm.simulation.fault import Fault
 from supervisord_vllm.simulation.ledger import kv_bytes_per_token
 from supervisord_vllm.simulation.virtual import Course, Event, Neighbour, launch
 from supervisord_vllm.simulation.virtual_scenario import Scenario
+from supervisord_vllm.strain import Strain
 
 WALL_S = 1_800_000_000
 """Wall time at which every rehearsal begins."""
@@ -109,6 +109,7 @@ class Play:
     exit: int | None = None
     given_up: str | None = None
     downtime_s: float = 0.0
+    pages: int = 0
 
     def __post_init__(self) -> None:
         self._queue: list[tuple[int, int, Fact]] = []
@@ -120,12 +121,11 @@ class Play:
         self._compiled: set[tuple[object, ...]] = set()
         self._down_since: int | None = 0
         self._dying: tuple[DeviceMemory, ...] = ()
-        self._watch = Watch()
         self._service: Service | None = None
-        self._pages: list[object] = []
-        self._before = Measure()
-        self._costs: list[float] = []
-        self._room_at: int | None = None
+        self._scale = proving.Scale()
+        memory: dict[str, object] = {}
+        self._strain = Strain(self.policy, memory.get, memory.__setitem__, self._step)
+        self._look_at = 0
         started = DaemonStarted(at_ns=0, boot_id="rehearsal", next_launch=1, next_decision=1, wall_s=WALL_S)
         self._send(0, started)
         for operator in self.scenario.operators:
@@ -195,9 +195,12 @@ class Play:
         before = self.state
         self.facts += 1
         self.state, actions = decide(self.policy, before, fact)
+        self._strain.noted(before, self.state, fact)
         for action in actions:
             self._carry_out(action)
         self._tell(before, fact)
+        if isinstance(fact, (CanaryDone, BurstDone)):
+            self._scale.begins(self.now, self._devices())
         if isinstance(fact, GateSampled) and self._gate == fact.launch:
             self._sample_again()
         if self.state.ready is not before.ready:
@@ -254,64 +257,39 @@ class Play:
         """What a serving engine's surroundings show: room beside it, and a page of its metrics."""
         living = self._living
         if living is None or living.ended_s is not None or self.state.name is not StateName.SERVING:
-            self._room_at = None
+            return
+        if self.now != self._look_at:  # of a chain of looks that another has replaced
             return
         devices = self._devices()
         if room_matters(self.state, devices):
             self._step(RoomSeen(at_ns=self.now, launch=living.number, devices=devices))
-        load = load_at(self.scenario.loads, self.seconds)
-        if load is not None and self._service is not None:
-            self._page(living, load)
-        self._look_again()
+        busy = self._page(living)
+        changes = (self._neighbours.next_change(self.seconds), next_load(self.scenario.loads, self.seconds))
+        upcoming = min((at for at in changes if at is not None), default=None)
+        if busy:
+            self._look_in(PAGE_S)
+        elif self.every_s is not None:
+            self._look_in(self.every_s)
+        elif upcoming is not None:
+            self._look_in(max(upcoming - self.seconds, 1e-9))
 
-    def _look_again(self) -> None:
-        every = self.every_s
-        if self.scenario.loads:
-            every = PAGE_S
-        if every is None:
-            change = self._neighbours.next_change(self.seconds)
-            if change is None:
-                return
-            every = change - self.seconds
-        self._send(max(every, 1e-9), Tick(at_ns=0))
+    def _look_in(self, seconds: float) -> None:
+        self._look_at = self.now + int(seconds * SECOND)
+        self._send(seconds, Tick(at_ns=0))
 
-    def _page(self, living: Played, load: object) -> None:
-        assert self._service is not None
-        sample = self._service.page(self.now, load)  # type: ignore[arg-type]  # a Load
-        terms = Terms(
-            self.policy.pressure,
-            self._service.slots,
-            self._service.kv_tokens,
-            sorted(self._costs)[len(self._costs) // 2] if self._costs else self.policy.pressure.cost_ns / SECOND,
-            self.state.roll_backs,
-            frozenset({"kv", "slot", "compute"}),
-        )
-        self._watch = self._watch.scraped(sample, terms)
-        probe = self.state.launch.probe if self.state.launch is not None else None
-        measured = measure(self.policy.pressure, self._watch.window)
-        if probe is not None and probe.verdict is not None:
-            verdict = verdict_on(self._before, measured)
-            if verdict is not None:
-                text = f"{measured.loss:.0%} late, {self._before.loss:.0%} before"
-                self._step(ReliefJudged(at_ns=self.now, launch=living.number, keep=verdict == "keep", text=text))
-            return
-        busy = sample.running + sample.waiting > 0
-        if busy and (self.state.launch is None or self.state.launch.load != "busy"):
+    def _page(self, living: Played) -> bool:
+        """A page of /metrics, where the scenario has any load; whether there is more to see soon."""
+        load, service = load_at(self.scenario.loads, self.seconds), self._service
+        if service is None or not self.scenario.loads:
+            return False
+        sample = service.page(self.now, load)
+        self.pages += 1
+        idle = sample.running + sample.waiting == 0
+        launch = self.state.launch
+        if launch is not None and launch.load != ("idle" if idle else "busy"):
             self._step(LoadSeen(at_ns=self.now, launch=living.number, running=sample.running, waiting=sample.waiting))
-        if self._watch.due(terms) and self._watch.episode.verdict is not None:
-            self._before = measured
-            text = f"{sample.running} run, {sample.waiting} wait, {sample.kv_usage or 0:.0%} of the KV cache is used"
-            pressed = Pressed(
-                at_ns=self.now,
-                launch=living.number,
-                verdict=self._watch.episode.verdict,
-                loss=round(self._watch.loss, 3),
-                lost_s=round(self._watch.episode.lost_s, 1),
-                cost_s=terms.cost_s,
-                sequences=self._watch.sequences(terms),
-                text=text,
-            )
-            self._step(pressed)
+        self._strain.page(self.state, sample, service.kv_tokens)
+        return load is not None or not idle
 
     # --- the shell ---
 
@@ -330,10 +308,8 @@ class Play:
                 self._gate = None
             case act.Spawn():
                 self._spawn(action)
-            case act.Canary(number):
-                assert self._living is not None
-                ok = self._living.course.canary
-                self._send(0.3 if ok else 30.0, CanaryDone(at_ns=0, launch=number, ok=ok, detail="no byte in 30 s"))
+            case act.Canary() | act.Burst() | act.Weigh():
+                self._prove(action)
             case act.Stop(number, phase):
                 assert self._living is not None
                 wait = self._living.course.stop_s if phase != "starting" else 5.0
@@ -354,6 +330,19 @@ class Play:
                 pass
             case _:
                 raise AssertionError(action)
+
+    def _prove(self, action: act.Canary | act.Burst | act.Weigh) -> None:
+        assert self._living is not None
+        course, at_s = self._living.course, self.seconds
+        if isinstance(action, act.Weigh):
+            self._send(0.0, self._scale.weighed(action.launch, self.now, self._devices()))
+            return
+        if isinstance(action, act.Burst):
+            answers = proving.burst(action, course, at_s)
+        else:
+            answers = proving.canary(action.launch, course, at_s)
+        for after, fact in answers:
+            self._send(after, fact)
 
     def _done(self, outcome: str) -> None:
         if self.decisions and not self.decisions[-1].outcome:
@@ -387,6 +376,7 @@ class Play:
             start_s=self.seconds,
             cold=key not in self._compiled,
             faults=faults,
+            burst=proving.burst_size(self.policy, settings.max_num_seqs),
         )
         if any(event.what == "phase" and event.name == "profiling" for event in course.events) and not settings.eager:
             self._compiled.add(key)
@@ -395,7 +385,6 @@ class Play:
         self.launches.append(self._living)
         self._failure = None
         self._service = Service(card.timing, settings.max_num_seqs, course.kv_tokens, settings.eager)
-        self._watch = Watch()
         if course.failure is not None:
             self._failure = _diagnosis(course)
         self._send(
@@ -465,7 +454,6 @@ class Play:
         living = self._living
         if living is not None and state.ready and not before.ready and living.ready_s is None:
             living.ready_s = self.seconds
-            self._costs.append(self.seconds - living.at_s)
         if isinstance(fact, TreeEnded) and living is not None and living.number == fact.launch:
             failed = before.ending is not None and before.ending.why == "failure"
             last = self.state.last_decision
@@ -476,7 +464,9 @@ class Play:
         if state.name is StateName.SERVING and living is not None:
             if not self.scenario.loads:
                 self._send(0.0, LoadSeen(at_ns=0, launch=living.number))
-            self._send(0.0, Tick(at_ns=0))
+            self._look_in(0.0)
+        if state.name is StateName.DRAINING and self.scenario.loads and self._service is not None:
+            self._send(self._service.drained_s, LoadSeen(at_ns=0, launch=self.launches[-1].number))
 
     def _what(self, before: State) -> str:
         launch, state = self.state.launch, self.state
@@ -487,7 +477,7 @@ class Play:
             case StateName.STARTING:
                 return f"launch {number} is spawned"
             case StateName.PROVING:
-                return f"launch {number} is healthy: canary and soak"
+                return f"launch {number} is healthy: its proof begins"
             case StateName.SERVING:
                 return f"launch {number} is proven and serves" if before.name is StateName.PROVING else "it serves on"
             case StateName.DRAINING:

@@ -85,7 +85,8 @@ class Model:
 class Timing:
     """Seconds on the real card; the stages of a start, of a stop, the 503 window and the time from EngineCore's last
     word in a start that fails to the exit (``failed_start``) are divided by ``speed``.
-    ``token`` and ``prefill`` (per 1,000 tokens) are the times of a step and are not scaled."""
+    ``token``, ``sequence`` (per sequence that gets a token) and ``prefill`` (per 1,000 tokens) are the times of a step
+    and are not scaled."""
 
     speed: float
     imports: float
@@ -100,6 +101,7 @@ class Timing:
     failed_start: float
     stop: float
     token: float
+    sequence: float
     prefill: float
 
 
@@ -162,6 +164,7 @@ _TIMING_KEYS: Mapping[str, str] = {
     "failed-start": _TIME,
     "stop": _TIME,
     "token": _TIME,
+    "sequence": _TIME,
     "prefill": _TIME,
 }
 _TOP_KEYS = ("schema", "base", "card", "model", "timing", "fault")

@@ -60,6 +60,7 @@ window = "500ms"
 patience = "2s"
 
 [proof]
+concurrency = 4
 soak = "2s"
 
 [http]

@@ -40,6 +40,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader | None = None
         self._queues: dict[str, asyncio.Queue[str]] = {}
+        self._began: dict[str, float] = {}
         self._numbers = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
 
@@ -98,9 +99,10 @@ class EngineClient:
             self.metrics.latency.observe(time.monotonic() - begun)
             self.metrics.request_prompt.observe(prompt)
             self.metrics.request_generation.observe(max_tokens)
-            self.metrics.queue_time.observe(0)
+            self.metrics.queue_time.observe(max(0.0, self._began.get(name, begun) - begun))
         finally:
             del self._queues[name]
+            self._began.pop(name, None)
             if not self._queues:
                 self.idle.set()
             self.metrics.success[finished].inc()
@@ -154,6 +156,7 @@ class EngineClient:
         self.stats = message
         self.totals["prompt"] += message["prompt_tokens"]
         self.totals["generation"] += len(message["advanced"])
+        self._began.update({name: time.monotonic() for name in message["admitted"] if name in self._queues})
         for name in message["advanced"]:
             if name in self._queues:
                 self._queues[name].put_nowait("token")

@@ -114,6 +114,8 @@ class EngineLoop:
     def _due(self, fault: Fault) -> bool:
         if fault.after is not None:
             return time.monotonic() - self.since >= fault.after
+        if fault.at_once is not None:
+            return len(self.scheduler.running) + len(self.scheduler.waiting) >= fault.at_once
         # A request is counted when it is about to be admitted, so that the fault strikes while it is in flight.
         soon = min(len(self.scheduler.waiting), max(0, self.scheduler.max_seqs - len(self.scheduler.running)))
         return self.scheduler.admitted + soon >= fault.after_requests
@@ -136,7 +138,8 @@ class EngineLoop:
         except CardFullError as full:
             self._fatal(self.start.memory.message(full))
         timing = self.start.timing
-        time.sleep(timing.token + timing.prefill * step.prompt_tokens / 1000)
+        served = len(step.advanced) * timing.sequence
+        time.sleep(timing.token + served + timing.prefill * step.prompt_tokens / 1000)
         self._send(step)
 
     def _compute(self, step: Step) -> None:
@@ -152,6 +155,7 @@ class EngineLoop:
         scheduler = self.scheduler
         message: Message = {
             "type": "step",
+            "admitted": step.admitted,
             "advanced": step.advanced,
             "finished": step.finished,
             "running": len(scheduler.running),

@@ -4,9 +4,9 @@ A fault is a ``[[fault]]`` table of a card file or an entry of the variable ``SI
 ``"oom at=running after-requests=3 launch=2; hang at=running launch=4"``.
 
 Keys: ``kind``; ``launch`` a number or a list (without: every launch; launches are counted in the card's state file);
-``at`` a stage of `STAGES`; ``after-requests`` and ``after`` only with ``at = "running"`` (the nth request that is
-admitted, or a time since the engine is ready; without both: the first request); ``bytes`` and ``for`` for the
-neighbour faults, ``bytes`` also what an ``oom`` tries to allocate; ``factor`` for ``slow-start``; ``code`` for
+``at`` a stage of `STAGES`; ``after-requests``, ``at-once`` and ``after`` only with ``at = "running"`` (the nth request
+that is admitted, so many requests in the engine at once, or a time since the engine is ready; without all of them: the
+first request, in virtual time a minute after the engine is ready); ``bytes`` and ``for`` for the neighbour faults, ``bytes`` also what an ``oom`` tries to allocate; ``factor`` for ``slow-start``; ``code`` for
 ``exit``.
 """
 
@@ -40,7 +40,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kinds and the stages where each may strike."""
 
 _DEFAULT_STAGE = {"neighbour-takes": "importing", "await-neighbour": "importing"}
-_KEYS = ("kind", "launch", "at", "after-requests", "after", "bytes", "for", "factor", "code")
+_KEYS = ("kind", "launch", "at", "after-requests", "at-once", "after", "bytes", "for", "factor", "code")
 
 
 class FaultError(ValueError):
@@ -60,6 +60,9 @@ class Fault:
     seconds: float | None = None
     factor: float = 10.0
     code: int = 0
+    counted: bool = False
+    """Whether ``after-requests`` was written."""
+    at_once: int | None = None
 
     def applies(self, launch: int) -> bool:
         """Whether the fault belongs to this launch."""
@@ -85,8 +88,8 @@ def fault_from(entry: object, where: str) -> Fault:
     if at not in stages and (stages or at != ""):
         known = ", ".join(stages) if stages else "none"
         raise FaultError(f"{where} at = {at!r} is no stage for {kind!r}; known are {known}")
-    if at != "running" and ("after-requests" in entry or "after" in entry):
-        raise FaultError(f'{where} after-requests and after need at = "running"')
+    if at != "running" and entry.keys() & {"after-requests", "at-once", "after"}:
+        raise FaultError(f'{where} after-requests, at-once and after need at = "running"')
     launch = entry.get("launch", [])
     launches = launch if isinstance(launch, list) else [launch]
     if not all(_whole(number, 1) for number in launches):
@@ -102,8 +105,9 @@ def fault_from(entry: object, where: str) -> Fault:
     if kind in ("neighbour-takes", "await-neighbour") and size is None:
         raise FaultError(f'{where} {kind} needs bytes, such as bytes = "40GiB"')
     requests, code, factor = entry.get("after-requests", 1), entry.get("code", 0), entry.get("factor", 10.0)
-    if not _whole(requests, 1):
-        raise FaultError(f"{where} after-requests: a number from 1 is wanted, found {requests!r}")
+    for key, number in (("after-requests", requests), ("at-once", entry.get("at-once", 1))):
+        if not _whole(number, 1):
+            raise FaultError(f"{where} {key}: a number from 1 is wanted, found {number!r}")
     if not _whole(code, 0) or code > 255:
         raise FaultError(f"{where} code: 0 to 255 is wanted, found {code!r}")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
@@ -118,6 +122,8 @@ def fault_from(entry: object, where: str) -> Fault:
         seconds=None if seconds is None else read_duration(seconds),
         factor=float(factor),
         code=code,
+        counted="after-requests" in entry,
+        at_once=entry.get("at-once"),
     )
 
 
@@ -139,7 +145,7 @@ def read_faults(text: str, where: str = VARIABLE) -> tuple[Fault, ...]:
 def _plain(key: str, value: str) -> object:
     if key == "launch":
         return [int(part) if part.isdecimal() else part for part in value.split(",")]
-    if key in ("after-requests", "code"):
+    if key in ("after-requests", "at-once", "code"):
         return int(value) if value.isdecimal() else value
     if key == "factor":
         try:

@@ -31,10 +31,12 @@ class Request:
 
 @dataclass(slots=True)
 class Step:
-    """One iteration: tokens scheduled in all, of them prompt tokens, who got a token, who is done."""
+    """One iteration: tokens scheduled in all, of them prompt tokens, who began, who got a token, who is done."""
 
     tokens: int = 0
     prompt_tokens: int = 0
+    admitted: list[str] = field(default_factory=list)
+    """Requests that are computed for the first time."""
     advanced: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
@@ -92,8 +94,10 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(request)
-            self.admitted += not request.admitted
-            request.admitted = True
+            if not request.admitted:
+                request.admitted = True
+                self.admitted += 1
+                step.admitted.append(request.id)
             budget -= self._compute(request, min(budget, request.length), step)
         for request in [r for r in self.running if r.generated >= r.max_tokens]:
             self._drop(request)

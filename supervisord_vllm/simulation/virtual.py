@@ -34,6 +34,10 @@ PIECE = 64 * MIB
 """Graphs and warm-up allocate in pieces of about this size: what a failed allocation has "tried"."""
 DYING_S = 4.6
 """Between a fatal line of the engine core and the exit: /health says 503."""
+FIRST_S = 0.1
+"""From healthy to the moment at which the first request is in the engine."""
+BURST_S = 0.8
+"""From healthy to the moment at which a burst is in the engine."""
 PEAK_S = 5.0
 """After a change of free memory, the next request that needs the whole activation comes within this."""
 VERSION = "0.26.0"
@@ -120,6 +124,8 @@ class Course:
     own: tuple[tuple[float, int], ...]
     kv_tokens: int = 0
     canary: bool = True
+    strikes_s: float | None = None
+    """When the failure of a service begins."""
     stop_s: float = 1.0
     orphan_s: float = 0.0
 
@@ -149,9 +155,11 @@ def launch(
     cold: bool,
     faults: Sequence[Fault] = (),
     horizon_s: float = 10 * 86400.0,
+    burst: int = 0,
 ) -> Course:
-    """The course of one launch that starts at ``start_s``. ``faults`` are those of this launch."""
-    return _Launch(card, model, settings, neighbours, start_s, cold, faults, horizon_s).course()
+    """The course of one launch that starts at ``start_s``. ``faults`` are those of this launch. Its first request comes
+    when it is healthy, then ``burst`` requests at once."""
+    return _Launch(card, model, settings, neighbours, start_s, cold, faults, horizon_s, burst).course()
 
 
 def _printed(size: int) -> float:
@@ -169,11 +177,14 @@ class _Launch:
         cold: bool,
         faults: Sequence[Fault],
         horizon_s: float,
+        burst: int,
     ) -> None:
         self.card, self.model, self.settings, self.neighbours = card, model, settings, neighbours
         self.device: Device = card.device
         self.faults, self.cold, self.now = faults, cold, start_s
         self.horizon = horizon_s
+        self.burst = burst
+        self.strikes: float | None = None
         self.events: list[Event] = []
         self.own: list[tuple[float, int]] = [(start_s, 0)]
         self.used = 0
@@ -210,6 +221,7 @@ class _Launch:
             tuple(self.own),
             self.kv_tokens,
             self._fault("lying-health") is None,
+            self.strikes,
             stop,
             0.0 if orphan is None else orphan.seconds or 30.0,
         )
@@ -411,20 +423,30 @@ class _Launch:
         """What ends the service first: a scheduled fault, or a moment at which the activation does not fit."""
         healthy = self.now
         ends = [
-            (healthy + (fault.after if fault.after is not None else 60.0), number, fault)
+            (healthy + after, number, fault)
             for number, fault in enumerate(self.faults)
-            if fault.at == "running"
+            if fault.at == "running" and (after := self._after(fault)) is not None
         ]
         first = min(ends, key=lambda end: end[:2], default=None)
         short = self._short_of_activation(healthy)
         if short is not None and (first is None or short <= first[0]):
-            self.now = short
+            self.now = self.strikes = short
             peak, piece = activation(self.model, self.settings, cold=False), self._peak_piece()
             return self._dies(self._out_of_memory("oom_runtime", piece, "running", self._left(peak, piece)))
         if first is None:
             return None
-        self.now = first[0]
+        self.now = self.strikes = first[0]
         return self._strike_running(first[2])
+
+    def _after(self, fault: Fault) -> float | None:
+        """Seconds from healthy to a fault of the service; ``None`` where it never strikes."""
+        if fault.after is not None:
+            return fault.after
+        if fault.at_once is not None:
+            return BURST_S if fault.at_once <= self.burst else None
+        if fault.counted and fault.after_requests == 1:
+            return FIRST_S
+        return BURST_S if fault.counted and fault.after_requests <= 1 + self.burst else 60.0
 
     def _left(self, peak: int, piece: int) -> int:
         """What is free when the last, largest piece of a peak is asked for."""
@@ -439,7 +461,7 @@ class _Launch:
         moments = (healthy, *(at for at in self.neighbours.changes() if healthy < at < self.horizon))
         for at in moments:
             if self.device.usable - self.neighbours.held(at) - self.used < peak:
-                return at + PEAK_S
+                return at + (BURST_S if self.burst and at == healthy else PEAK_S)
         return None
 
     def _dies(self, failure: Failure) -> Failure:

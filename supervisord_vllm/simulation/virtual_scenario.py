@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,7 @@ def _fault(table: dict[str, Any], where: str) -> Fault:
         like = fault_from({**table, "kind": "die" if stages else "slow-start"}, where)
     except FaultError as error:
         raise CardError(str(error)) from None
-    return Fault(
-        kind, like.launches, like.at, like.after_requests, like.after, like.bytes, like.seconds, code=like.code
-    )
+    return replace(like, kind=kind)
 
 
 def _known(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:

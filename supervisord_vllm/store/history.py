@@ -143,8 +143,8 @@ class History:
         records = []
         for row in self._rows(sql, limit):
             columns = dict(zip(names, row, strict=True))
-            columns["levers"] = self._json(columns["levers"], {})
-            columns["argv"] = self._json(columns["argv"], [])
+            columns["levers"] = _json(columns["levers"], {})
+            columns["argv"] = _json(columns["argv"], [])
             records.append(LaunchRecord(**columns))
         return records[::-1]
 
@@ -152,12 +152,11 @@ class History:
         """The last ``limit`` decisions (of one run), the oldest first."""
         rows = self._rows(
             "SELECT run, at, json, unrecorded, completed_at, outcome FROM decisions WHERE ?1 IS NULL OR run = ?1"
-            " ORDER BY number DESC LIMIT ?2",
+            " ORDER BY run DESC, number DESC LIMIT ?2",
             run,
             limit,
         )
-        records = [DecisionRecord(row[0], row[1], self._json(row[2], {}), bool(row[3]), *row[4:]) for row in rows]
-        return records[::-1]
+        return [_decision(row) for row in rows[::-1]]
 
     def last_decision(self) -> DecisionRecord | None:
         """The newest decision."""
@@ -178,7 +177,7 @@ class History:
     def meta(self, key: str) -> Json:
         """A remembered value, or ``None``."""
         for (text,) in self._rows("SELECT value FROM meta WHERE key = ?", key):
-            return self._json(text, None)
+            return _json(text, None)
         return None
 
     def _rows(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
@@ -194,13 +193,30 @@ class History:
         except (TypeError, ValueError) as error:
             raise StoreError(f"store {self.path}: {what} is unreadable: {error}") from error
 
-    @staticmethod
-    def _json(text: object, default: Json) -> Json:
-        try:
-            found = json.loads(str(text))
-        except ValueError:
-            return default
-        return found if default is None or isinstance(found, type(default)) else default
+
+def last_decision(connection: sqlite3.Connection) -> DecisionRecord | None:
+    """The newest decision of a store.
+
+    Raises:
+        sqlite3.Error: it cannot be read.
+    """
+    sql = (
+        "SELECT run, at, json, unrecorded, completed_at, outcome FROM decisions ORDER BY run DESC, number DESC LIMIT 1"
+    )
+    row = connection.execute(sql).fetchone()
+    return None if row is None else _decision(row)
+
+
+def _decision(row: tuple[Any, ...]) -> DecisionRecord:
+    return DecisionRecord(row[0], row[1], _json(row[2], {}), bool(row[3]), *row[4:])
+
+
+def _json(text: object, default: Json) -> Json:
+    try:
+        found = json.loads(str(text))
+    except ValueError:
+        return default
+    return found if default is None or isinstance(found, type(default)) else default
 
 
 def _opened(path: Path, mode: str) -> sqlite3.Connection:

