@@ -131,6 +131,7 @@ class Daemon:
             lambda: self.state,
             self._flying,
             lambda: self._notifier.status(self._status_line()),
+            self._exporter.proof_failed,
             terminal=os.isatty(2),
         )
         self._memory.listener = self._proof.sampled
@@ -258,6 +259,9 @@ class Daemon:
             loop.add_signal_handler(number, self._signalled, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # those that came while this daemon replaced another
         self._inherited = inherit(self._chronicle.left(), self._handover, self._instance, boot_id())
+        if self._handover is not None and self._handover.device_locks:
+            # Whatever state goes on: nobody else would let go of them, and a gate would wait for ourselves.
+            self._gate.take_over(self._handover.device_locks, self._handover.devices)
         become_subreaper()
         watch_orphans(loop)
         surfaces = await self._open_surfaces()
@@ -416,16 +420,19 @@ class Daemon:
         settings = self.settings
         launches = settings.state_dir / "launches"
         keep = settings.log
-        with contextlib.suppress(OSError):
-            launches.mkdir(mode=0o700, exist_ok=True)  # somebody may have tidied up
-            firsts = self._chronicle.first_launches(action.launch, self.state.incident.launches)
-            protect = (action.launch - 1, *sorted(firsts)[-2:])
-            prune_launch_logs(launches, keep.keep_launches, keep.keep_bytes, protect, firsts)
+        firsts = self._chronicle.first_launches(action.launch, self.state.incident.launches)
+        protect = (action.launch - 1, *sorted(firsts)[-2:])
+
+        def prepare() -> None:
+            with contextlib.suppress(OSError):
+                launches.mkdir(mode=0o700, exist_ok=True)  # somebody may have tidied up
+                prune_launch_logs(launches, keep.keep_launches, keep.keep_bytes, protect, firsts)
+
         order = order_of(settings, self._redactor, new_marker(self._instance), action, self._gaps)
         self._launch = EngineLaunch(order, self._client, self._outlets())
         self._exporter.launched()
         self._series.launched(boottime_ns(), action.launch)
-        self._launch.begin()
+        self._launch.begin(prepare)
 
     def _adopt(self, action: act.Adopt) -> None:
         """Go on with the engine that was found, whether it lives or has ended."""
@@ -438,12 +445,8 @@ class Daemon:
         child = adopt(action.pid, action.start_ticks, marker, order.log)
         self._launch = EngineLaunch(order, self._client, self._outlets())
         self._launch.adopt(child, healthy=action.healthy, copied=copied or 0, cut=action.cut)
-        if self.state.name is StateName.STARTING:
-            handover = self._handover
-            if handover is not None and handover.device_locks:
-                self._gate.take_over(handover.device_locks, handover.devices)
-            elif self.state.launch is not None:
-                self._gate.lock(tuple(device.device for device in self.state.launch.gate_devices))
+        if self.state.name is StateName.STARTING and self.state.launch is not None and not self._gate.locks[0]:
+            self._gate.lock(tuple(device.device for device in self.state.launch.gate_devices))
         self._log.info(
             "an engine of the daemon before is adopted",
             launch=action.launch,

@@ -33,7 +33,8 @@ def run(settings: Settings, *, reset: bool = False) -> int:
     An `upgrade` ends in an execve of this very command. Should that fail, the daemon goes on as one that was upgraded
     to what it is.
     """
-    faulthandler.enable(2)  # a watchdog ends a loop that stands still by SIGABRT: the journal then shows where it stood
+    # A watchdog ends a loop that stands still by SIGABRT: the journal then shows where it stood.
+    faulthandler.enable(2, all_threads=False)
     redactor = Redactor(settings.secrets)
     warnings: list[str] = []
     while True:

@@ -46,7 +46,7 @@ from supervisord_vllm.host.leftovers import clear_segments, segments
 from supervisord_vllm.host.process import Child, SpawnError, spawn, wait_exit
 from supervisord_vllm.host.tree import DEFAULT_PATIENCE, Identity, Patience, Phase, end_tree, owned_pids, stop
 from supervisord_vllm.store.launch_logs import prepare_launch_log, shorten_past_logs
-from supervisord_vllm.store.log_space import LogSpace
+from supervisord_vllm.store.log_space import HEAD_BYTES, LogSpace
 from supervisord_vllm.vigil import Terms, Vigil
 
 OUTPUT_DEADLINE_S = 10.0
@@ -61,6 +61,9 @@ KERNEL_LINES = 64
 """Lines of the kernel's log that are kept for the verdict."""
 HEADLESS_SETTLE_S = 5.0
 """An engine without an API of its own counts as up this long after it has its KV cache."""
+REPLAYED_BYTES = 4 << 20
+"""Of a long log that an earlier daemon has read, this much of the end is judged again beside the head: a verdict needs
+no more, and weeks of access lines would take minutes."""
 SPACE_EVERY_S = 5.0
 """Between two looks at the disk that the log is on."""
 IDLE_PAGES = 2
@@ -147,9 +150,9 @@ class EngineLaunch:
         self._space_wanted = asyncio.Event()
         self.vigil = Vigil(order.terms, client, outlets.post, self.own_pids)
 
-    def begin(self) -> None:
-        """Start the process; returns at once."""
-        self._spawned = self._task(self._begin())
+    def begin(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Start the process; returns at once. ``prepare`` comes first, in a thread: its disk may hang."""
+        self._spawned = self._task(self._begin(prepare))
 
     def adopt(self, child: Child, *, healthy: bool, copied: int, cut: int | None) -> None:
         """Go on with a process that an earlier daemon spawned; returns at once. Its log is read again from the start,
@@ -215,9 +218,10 @@ class EngineLaunch:
         self._probes.add(task)
         task.add_done_callback(self._probes.discard)
 
-    async def _begin(self) -> None:
+    async def _begin(self, prepare: Callable[[], None]) -> None:
         order = self.order
         self._kills = oom_kills()
+        await asyncio.to_thread(prepare)
         await asyncio.to_thread(self._make_room)
         try:
             self._child = await spawn(order.argv, order.env, cwd=order.cwd, log_path=order.log, marker=order.marker)
@@ -267,7 +271,8 @@ class EngineLaunch:
 
     async def _read(self) -> None:
         """The output: copied, and turned into facts."""
-        self._tail = tail(self.order.log, stopped=self._exited)
+        known = (HEAD_BYTES, self._copied - REPLAYED_BYTES)
+        self._tail = tail(self.order.log, stopped=self._exited, omit=known)
         async for lines in self._tail:
             for count, (line, end) in enumerate(zip(lines, lines.ends, strict=True), 1):
                 if self._cut is not None and end > self._cut:

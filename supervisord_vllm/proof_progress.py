@@ -1,11 +1,7 @@
-"""How far the proof of a launch is: the ``proof`` object of the status document, and a line of bars for a person.
-
-Imports the standard library and the core only: ``status`` starts in no time.
-"""
+"""How far the proof of a launch is: the ``proof`` object of the status document."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +13,6 @@ from supervisord_vllm.core.proving import too_large
 from supervisord_vllm.core.state import Launch, State
 
 Document = dict[str, Any]
-WIDTH = 10
-"""Characters of one bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,45 +99,3 @@ def _device(seen: DeviceSoak) -> Document:
         "free_bytes": seen.free_last_bytes,
         "slope_bytes_per_hour": seen.slope_bytes_per_hour,
     }
-
-
-def percents(shown: Mapping[str, Any]) -> dict[proof.Part, int]:
-    """Percent by part, without a burst that there is not."""
-    return {part: int(shown[part]["percent"]) for part in proof.PARTS if shown.get(part) is not None}
-
-
-def bar(percent: int, *, plain: bool = False) -> str:
-    """A bar of `WIDTH` characters; ``plain`` for a terminal without box characters."""
-    full = max(0, min(WIDTH, percent * WIDTH // 100))
-    return ("#" if plain else "█") * full + ("." if plain else "░") * (WIDTH - full)
-
-
-def line(shown: Mapping[str, Any], *, plain: bool = False) -> str:
-    """The whole proof in one line: ``canary ██████████ burst ███░░░░░░░ 5 of 16 soak ░░░░░░░░░░``."""
-    parts = []
-    for part, percent in percents(shown).items():
-        text = f"{part} {bar(percent, plain=plain)}"
-        burst = shown["burst"]
-        if part == "burst" and percent < 100:
-            text += f" {burst['done']} of {burst['requests']}" + (", yields to real traffic" if burst["yields"] else "")
-        elif 0 < percent < 100:
-            text += f" {percent} %"
-        parts.append(text)
-    return "  ".join(parts)
-
-
-def summary(shown: Mapping[str, Any]) -> str:
-    """A proof that is over, in one line for a person: what was measured."""
-    burst, soak, said = shown.get("burst"), shown["soak"], []
-    first = shown["canary"].get("first_token_s")
-    if first is not None:
-        said.append(f"first token after {first:.2f} s")
-    if burst is not None and burst.get("answered") is not None:
-        median = f", first token {burst['first_token_s']:.2f} s (median)" if burst.get("first_token_s") else ""
-        rest = f" ({burst['detail']})" if burst.get("detail") else ""
-        said.append(
-            f"{burst['answered']} of {burst['requests']} at once answered in {burst['seconds']:g} s{median}{rest}"
-        )
-    if soak.get("finding"):
-        said.append(f"memory: {soak['finding']}")
-    return "; ".join(said)

@@ -18,7 +18,8 @@ from supervisord_vllm.core.facts import BurstDone, DeviceMemory, Fact, SoakDone
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.core.soaking import Soaking
 from supervisord_vllm.core.state import State, StateName
-from supervisord_vllm.proof_progress import Flying, document, line, percents
+from supervisord_vllm.proof_bars import line, percents
+from supervisord_vllm.proof_progress import Flying, document
 
 STEP = 25
 """Percent of progress between two lines about it."""
@@ -44,6 +45,7 @@ class ProofWatch:
         state: Callable[[], State],
         flying: Callable[[], Flying | None],
         told: Callable[[], object],
+        failed: Callable[[proof.Part], object],
         *,
         terminal: bool = False,
     ) -> None:
@@ -53,6 +55,7 @@ class ProofWatch:
         self._state = state
         self._flying = flying
         self._told = told
+        self._failed = failed
         self._terminal = terminal
         self._soaking = Soaking()
         self._of = 0
@@ -61,9 +64,12 @@ class ProofWatch:
 
     def noted(self, before: State, after: State, fact: Fact) -> None:
         """A fact was decided upon."""
-        launch = after.launch
+        launch, ending = after.launch, after.ending
         if launch is None:
             return
+        proving = before.name is StateName.PROVING and before.launch is not None
+        if proving and before.launch is not None and ending is not None and ending.why == "failure":
+            self._failed(proof.part(self._policy, before.launch))
         if isinstance(fact, BurstDone) and before.launch is not None and before.launch.burst is not launch.burst:
             say = self._log.info if fact.ok else self._log.warning
             say(

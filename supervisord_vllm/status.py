@@ -35,7 +35,7 @@ NO_DAEMON = "no-daemon"
 
 Document = dict[str, Any]
 
-_ON = frozenset({StateName.STARTING, StateName.PROVING, StateName.SERVING, StateName.STOPPING})
+_ON = frozenset({StateName.STARTING, StateName.PROVING, StateName.SERVING, StateName.DRAINING, StateName.STOPPING})
 """States in which the current launch has a process."""
 
 
@@ -163,6 +163,9 @@ def headline(snapshot: Snapshot) -> str:
     if launch is not None:
         levers = ", ".join(f"{name} {show(name, value)}" for name, value in launch.levers.items())
         state = f"{state}, launch {launch.number} ({levers or 'vLLM defaults'})"
+    part = snapshot.proof["part"] if snapshot.proof is not None else None
+    if part is not None and snapshot.proof is not None and snapshot.state == StateName.PROVING.value:
+        state = f"{state}, {part} {snapshot.proof[part]['percent']} %"
     coming = "" if snapshot.next_what.startswith("nothing") else snapshot.next_what
     return ": ".join(filter(None, (state, snapshot.given_up or coming)))
 

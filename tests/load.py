@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 import aiohttp
 
@@ -26,17 +25,16 @@ class Load:
         self.failed: list[str] = []
         self._url, self._ready_url = f"http://127.0.0.1:{port}/v1/completions", f"http://127.0.0.1:{http}/readyz"
         self._rate = rate
-        self._body = {"prompt": [1] * prompt, "max_tokens": output}
+        self._body = {"prompt": "word" * prompt, "max_tokens": output}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
-    def __enter__(self) -> Load:
+    def start(self) -> None:
+        """Begin."""
         self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """No more requests; those under way are given up."""
         self._stop.set()
         self._thread.join(60)
 
@@ -82,9 +80,12 @@ class Load:
             self.failed.append(repr(error))
 
 
-def stretches(times: list[float], seconds: float) -> Iterator[int]:
-    """How many of the times lie in each stretch of so many seconds, the first one first."""
-    begin = times[0] if times else 0.0
-    while begin < (times[-1] if times else 0.0):
-        yield sum(begin <= at < begin + seconds for at in times)
-        begin += seconds
+@contextlib.contextmanager
+def loaded(port: int, http: int, *, rate: float, prompt: int, output: int) -> Iterator[Load]:
+    """Load for as long as the block lasts."""
+    load = Load(port, http, rate, prompt, output)
+    load.start()
+    try:
+        yield load
+    finally:
+        load.stop()

@@ -25,10 +25,11 @@ from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import DeviceMemory
 from supervisord_vllm.core.levers import Levers, Weights
-from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.policy import Policy, Pressure
 from supervisord_vllm.series import Series
 from supervisord_vllm.status import LaunchView, Snapshot
 from supervisord_vllm.store import Store
+from supervisord_vllm.strain import Strained
 
 LEVERS = Levers({"gpu_memory_utilization": 741, "enforce_eager": True, "weights": Weights("m")})
 SNAPSHOT = Snapshot(
@@ -288,6 +289,33 @@ def test_a_taken_port_is_warned_about_and_taken_when_it_is_free(tmp_path: Path) 
                 assert len(warnings) == 1
 
     asyncio.run(run())
+
+
+def test_pressure_is_exported_in_base_units() -> None:
+    class Pressed(Daemon):
+        def snapshot(self) -> Snapshot:
+            targets = Pressure(ttft_ns=5 * 10**9, inter_token_ns=10**8)
+            strained = Strained("declared", targets, "slot", True, 0.42, 71.2, 120.0, 1.7, missed=2)
+            return replace(super().snapshot(), strained=strained)
+
+    samples = {
+        (sample.name.removeprefix("vllm_supervise_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(Exporter(Pressed(), "0.1.0").page().decode())
+        for sample in family.samples
+    }
+    expected = {
+        ("pressure_loss_ratio",): 0.42,
+        ("pressure_lost_seconds",): 71.2,
+        ("pressure_worth_seconds",): 120,
+        ("pressure_verdict", "slot"): 1,
+        ("pressure_verdict", "kv"): 0,
+        ("pressure_target_seconds", "ttft"): 5,
+        ("pressure_target_seconds", "inter_token"): 0.1,
+        ("pressure_engines_needed",): 1.7,
+        ("metrics_pages_missed",): 2,
+    }
+    assert {key: samples.get(key) for key in expected} == expected
+    assert ("pressure_target_seconds", "queue") not in samples
 
 
 def test_prometheus_reads_every_documented_metric(tmp_path: Path) -> None:

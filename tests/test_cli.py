@@ -139,6 +139,8 @@ def test_check_shows_what_a_policy_means_without_its_secrets(policy: Path) -> No
         "rung 2: may be turned on",
         "or small (awq)",
         "(max_num_seqs)",
+        "burst     at most 32 requests at once, prompt tokens: as many as fill one step together, output tokens: 64",
+        "soak      30 s, memory is judged",
         "an API key on the command line is seen by every user (ps); api-key-file keeps it off",
     ):
         assert line in done.stdout, line
@@ -161,6 +163,14 @@ def test_check_as_json_has_levers_with_bounds_and_origins_and_remedies_per_kind(
         "max_origin": "default",
         "step": 0.05,
         "step_origin": "default",
+    }
+    assert report["proof"]["canary"] == "auto"
+    assert report["proof"]["burst"] == {
+        "requests": 32,
+        "prompt_tokens": None,
+        "output_tokens": 64,
+        "at_most": True,
+        "max_s": 300.0,
     }
     assert report["levers"]["weights"]["use"] == [{"model": "small", "quantization": "awq"}]
     assert report["levers"]["weights"]["origin"] == "environment SUPERVISE_ENGINE__MODEL"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -28,6 +30,13 @@ def replayed(folder: Path) -> None:
     history.close()
     assert again == recorded
     assert recorded, "there must be something to replay"
+
+
+def forget_the_state(folder: Path) -> None:
+    """As after a reboot: what the daemon before kept of its state is of another boot."""
+    with contextlib.closing(sqlite3.connect(folder / "state" / "history.sqlite3", isolation_level=None)) as store:
+        changed = store.execute("UPDATE meta SET value = json_set(value, '$.boot_id', 'x') WHERE key = 'carried'")
+        assert changed.rowcount == 1
 
 
 def test_a_neighbour_a_runtime_oom_and_a_stop_are_survived_told_and_replayed() -> None:
@@ -232,7 +241,7 @@ def test_term_while_starting_and_while_streaming_ends_everything_with_status_zer
         assert not stream.is_alive()
 
 
-def test_a_killed_daemon_leaves_nothing_that_the_next_one_does_not_end_and_it_starts_at_last_known_good() -> None:
+def test_what_cannot_be_adopted_is_ended_and_the_next_daemon_starts_at_last_known_good() -> None:
     with daemon(faults="oom at=running after-requests=1 launch=1") as it:
         it.start()
         it.reaches("serving", 2)
@@ -241,6 +250,7 @@ def test_a_killed_daemon_leaves_nothing_that_the_next_one_does_not_end_and_it_st
         it.process.kill()
         it.process.wait()
         assert it.marked(), "the orphans are the point of this test"
+        forget_the_state(it.folder)
         it.start()
         serving = it.reaches("serving", 3)
         assert serving["launch"]["levers"]["gpu_memory_utilization"] == 0.85
@@ -261,11 +271,21 @@ def test_an_exhausted_budget_gives_up_again_at_once_within_this_boot_unless_rese
         assert len(it.history()["launches"]) == launches
         it.start("--reset")
         assert it.wait() == 69
-        assert len(it.history()["launches"]) > launches
+        again = len(it.history()["launches"])
+        assert again > launches
+        assert "afresh" in it.verb("reset")
+        it.start()
+        assert it.wait() == 69
+        assert len(it.history()["launches"]) > again
+
+
+def test_a_reset_without_a_daemon_and_a_history_is_refused() -> None:
+    with daemon() as it:
+        assert "no history" in it.verb("reset", status=3)
 
 
 def test_a_taken_engine_port_is_waited_for_and_its_owner_named() -> None:
-    with daemon(deadline="1s") as it, socket.socket() as squatter:
+    with daemon(deadline="10s") as it, socket.socket() as squatter:
         squatter.bind(("127.0.0.1", it.port))
         squatter.listen()
         it.start()

@@ -14,12 +14,14 @@ from supervisord_vllm.core import actions as act
 from supervisord_vllm.core.creep import HOUR_NS, Growth
 from supervisord_vllm.core.diagnosis import Action, Diagnosis, Kind
 from supervisord_vllm.core.facts import (
+    BurstDone,
     CanaryDone,
     ClockSeen,
     Commanded,
     CreepSeen,
     DaemonStarted,
     DeviceMemory,
+    DeviceSoak,
     Diagnosed,
     Exited,
     Fact,
@@ -32,6 +34,7 @@ from supervisord_vllm.core.facts import (
     ProcessRef,
     ReliefJudged,
     RoomSeen,
+    SoakDone,
     Spawned,
     Tick,
     TreeEnded,
@@ -39,7 +42,7 @@ from supervisord_vllm.core.facts import (
 from supervisord_vllm.core.knowledge import known
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.machine import TABLE, Cell, decide
-from supervisord_vllm.core.policy import SECOND, Policy
+from supervisord_vllm.core.policy import SECOND, Policy, Proof
 from supervisord_vllm.core.remedies import pinned
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
 
@@ -55,6 +58,7 @@ POLICY = Policy(
     planned_per_day=2,
     max_launches=8,
     allow=frozenset({"planned-recycle"}),
+    proof=Proof(),
 )
 NUMBERS = st.fixed_dictionaries(
     {},
@@ -102,7 +106,9 @@ class Deciding(RuleBasedStateMachine):
             fact, (GateSampled, Diagnosed, Tick, Pressed, ReliefJudged, Commanded, TreeEnded, HealthSeen)
         )
         assert (
-            not actions or caused or isinstance(fact, (DaemonStarted, LeftoversReaped, Exited, CanaryDone, LoadSeen))
+            not actions
+            or caused
+            or isinstance(fact, (DaemonStarted, LeftoversReaped, Exited, CanaryDone, SoakDone, LoadSeen))
         ), fact
         for action in actions:
             self.carried(action)
@@ -161,16 +167,27 @@ class Deciding(RuleBasedStateMachine):
                 self.now += SECOND
 
     @precondition(lambda self: self.state.name is StateName.STARTING)
-    @rule()
-    def it_comes_up(self) -> None:
+    @rule(
+        burst=st.sampled_from(["answered", "answered", "failed", "on its way"]), takes=st.sampled_from([0, 0, 30 * GIB])
+    )
+    def it_comes_up(self, burst: str, takes: int) -> None:
         launch = self.living or 0
         self.tell(Spawned(at_ns=0, launch=launch, pid=1, start_ticks=1, argv=(), log=""))
         self.tell(LedgerSeen(at_ns=0, launch=launch, numbers={"version": "0.26.0", "max_num_batched_tokens": 8192}))
         self.now += 40 * SECOND
         self.tell(HealthSeen(at_ns=0, launch=launch, status=200))
         self.tell(CanaryDone(at_ns=0, launch=launch, ok=True))
+        if burst == "on its way":
+            return
+        self.tell(BurstDone(at_ns=0, launch=launch, ok=burst == "answered", requests=16, failed=3))
         self.now += 31 * SECOND
         self.tell(Tick(at_ns=0))
+        asked = self.state.launch is not None and self.state.launch.weighed
+        assert asked is (burst == "answered"), "a soak is weighed, and only after a burst that was answered"
+        util = self.state.launch.levers.number("gpu_memory_utilization") if self.state.launch is not None else None
+        own = (util or 900) * TOTAL // 1000
+        soak = DeviceSoak("GPU-0", TOTAL, GIB // 2, own, own + takes, own + takes, TOTAL - own, TOTAL - own - takes, 15)
+        self.tell(SoakDone(at_ns=0, launch=launch, devices=(soak,)))
         self.tell(LoadSeen(at_ns=0, launch=launch))
 
     @precondition(lambda self: self.living is not None and not self.exited)

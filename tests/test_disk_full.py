@@ -1,4 +1,4 @@
-"""A disk that others filled takes neither the daemon nor its engine: the real daemon on the stand-in engine."""
+"""Engines that print for ever and disks that others filled take neither the daemon nor its engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from pathlib import Path
 import pytest
 
 import small_disk
-from daemon_process import DaemonProcess, until
+from daemon_process import DaemonProcess, daemon, until
+from supervisord_vllm.holes import DataReader, data_from
 from supervisord_vllm.store.launch_logs import launch_log
 
-pytestmark = pytest.mark.skipif(small_disk.missing() is not None, reason=str(small_disk.missing()))
+MIB = 1 << 20
+FLOOD = """
+import time
+for number in range(1024):
+    print(f"{number:010d}" + "x" * 16_373)
+print("end", flush=True)
+time.sleep(600)
+"""
 
 
 class OnSmallDisk(DaemonProcess):
@@ -66,6 +74,17 @@ def full() -> Iterator[OnSmallDisk]:
         shutil.rmtree(folder)
 
 
+def data_in(path: Path) -> int:
+    """The bytes of a file that are no hole."""
+    with path.open("rb") as file:
+        size = position = 0
+        while stretch := data_from(file.fileno(), position):
+            size += stretch[1] - stretch[0]
+            position = stretch[1]
+    return size
+
+
+@pytest.mark.skipif(small_disk.missing() is not None, reason=str(small_disk.missing()))
 def test_on_a_full_disk_the_engine_serves_prints_and_is_restarted(full: OnSmallDisk) -> None:
     full.start()
     first = full.reaches("serving", 1)
@@ -83,3 +102,24 @@ def test_on_a_full_disk_the_engine_serves_prints_and_is_restarted(full: OnSmallD
     (full.state_dir / "ballast").unlink()
     until(lambda: "has room again" in full.told(), full.told)
     assert full.term() == 0
+
+
+def test_the_log_of_an_engine_that_prints_for_ever_is_bounded_and_its_positions_stay() -> None:
+    with daemon() as flooded:
+        program = flooded.folder / "flood.py"
+        program.write_text(FLOOD)
+        text = flooded.policy.read_text().replace('"-m", "supervisord_vllm.simulation", "serve"', f'"{program}"')
+        flooded.policy.write_text(text + 'engine-output = false\nkeep-launch-bytes = "8MiB"\n')
+        flooded.start()
+        log = launch_log(flooded.folder / "state" / "launches", 1)
+        until(lambda: log.exists() and log.stat().st_size == 16 * MIB + 4, flooded.told)
+        # Head and end, and a step between two holes.
+        until(lambda: data_in(log) <= 8 * MIB + MIB // 2 + (64 << 10), lambda: data_in(log))
+        with log.open("rb", buffering=0) as file:
+            reader = DataReader(file.fileno())
+            lines = b"".join(iter(lambda: reader.read(MIB), b"")).splitlines()
+        numbers = [int(line[:10]) for line in lines if len(line) == 16_383]
+        head = 4 * MIB >> 14
+        assert numbers[:head] == list(range(head))
+        assert numbers[head:] == list(range(1024 - len(numbers) + head, 1024))
+        assert lines[-1] == b"end"

@@ -9,8 +9,11 @@ import pytest
 
 import small_disk
 from supervisord_vllm import holes
+from supervisord_vllm.api import Exporter
+from supervisord_vllm.chronicle import Chronicle
+from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.holes import DataReader
-from supervisord_vllm.store import log_space
+from supervisord_vllm.store import Store, log_space
 from supervisord_vllm.store.launch_logs import (
     launch_log,
     launch_numbers,
@@ -201,6 +204,37 @@ def test_first_launches_of_incidents_stay_longest_but_take_no_more_than_half(tmp
     logs(20)
     prune_launch_logs(tmp_path, 50, 6 * 8192, protect={2}, firsts={5, 6})
     assert launch_numbers(tmp_path) == [2, 6, 17, 18, 19, 20]
+
+
+class Nobody:
+    """An exporter's daemon that nobody asks."""
+
+    def snapshot(self) -> object:
+        raise AssertionError
+
+
+def chronicle(store: Store) -> Chronicle:
+    return Chronicle(store, Exporter(Nobody(), "1"), Policy("p"))  # type: ignore[arg-type]  # only what it counts with
+
+
+def test_with_which_launches_incidents_began_is_known_to_the_daemons_after(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "history.sqlite3", warn=lambda text: None)
+    told = chronicle(store)
+    assert told.first_launches(1, 1) == set(), "no launch has failed"
+    assert told.first_launches(2, 2) == {1}, "the first start failed"
+    assert told.first_launches(3, 3) == {1}
+    # Launch 3 is proven, fails later, and so do 4 and 5.
+    assert told.first_launches(4, 1) == {1}
+    assert told.first_launches(5, 2) == told.first_launches(6, 3) == {1, 3, 4}
+    store.close()
+    store = Store.open(tmp_path / "history.sqlite3", warn=lambda text: None)
+    assert chronicle(store).first_launches(7, 1) == {1, 3, 4}
+    for number in range(10, 1000, 10):
+        chronicle(store).first_launches(number, 2)
+    assert len(chronicle(store).first_launches(1000, 1)) == 100
+    store.set_meta("first_launches", ["nonsense", 8, {}])
+    assert chronicle(store).first_launches(1000, 1) == {8}
+    store.close()
 
 
 FULL = """

@@ -33,7 +33,7 @@ CAPTURES = Path(__file__).parent / "data" / "captures"
 )
 def test_pages_of_real_engines_are_read(capture: str, expected: EngineLoad) -> None:
     read = parse_metrics((CAPTURES / capture).read_text())
-    assert replace(read, engines=None, ttft=(), inter_token=(), queue=()) == expected
+    assert replace(read, engines=None, longest_request=None, ttft=(), inter_token=(), queue=()) == expected
     assert read.engines == 1
     assert read.first_tokens_total is not None
     assert read.inter_token
@@ -84,6 +84,13 @@ def test_histograms_keep_the_pages_own_bounds_and_are_summed_over_engines() -> N
     )
     assert parse_metrics(page).ttft == ((0.3, 2), (10.0, 8), (float("inf"), 10))
     assert parse_metrics(page).first_tokens_total == 10
+
+
+def test_the_longest_request_is_bounded_by_the_highest_buckets_that_hold_any() -> None:
+    """Capture 30: prompts of 514 tokens and 300 tokens of output lie in the buckets up to 1,000 and 500."""
+    page = (CAPTURES / "h200-vllm-0.26.0/30-pressure-u135-s256.metrics").read_text()
+    assert parse_metrics(page).longest_request == 1500
+    assert parse_metrics('vllm:request_prompt_tokens_bucket{le="+Inf"} 3.0\n').longest_request is None
 
 
 def test_a_histogram_without_its_infinite_bound_is_none() -> None:

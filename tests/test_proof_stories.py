@@ -166,8 +166,7 @@ def test_a_launch_that_takes_more_than_it_requested_is_lowered_by_as_much() -> N
         takes = CONTEXT + 5 * GIB if spawn.levers["gpu_memory_utilization"] == 900 else 0
         return Outcome(soak_takes=takes)
 
-    policy = replace(POLICY, ladder=(Rung("gpu_memory_utilization", step=10, min=700, max=950),))
-    world = World(policy, script).run()
+    world = World(POLICY, script).run()
     (decision,) = world.decisions
     assert decision.kind is Kind.OOM_RUNTIME
     assert decision.sentence.startswith("Launch 1 is too large for its memory: it holds 131.33 GiB of GPU-0, more than")

@@ -16,7 +16,7 @@ from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Evidence, Kind
 from supervisord_vllm.core.facts import DeviceMemory, Hold, ProcessRef
 from supervisord_vllm.core.levers import Levers
-from supervisord_vllm.core.policy import Policy
+from supervisord_vllm.core.policy import Policy, Pressure
 from supervisord_vllm.core.state import Launch, State, StateName
 from supervisord_vllm.engine.metrics import EngineLoad
 from supervisord_vllm.status import (
@@ -32,6 +32,7 @@ from supervisord_vllm.status import (
     why_not_ready,
 )
 from supervisord_vllm.store import History, Store
+from supervisord_vllm.strain import Strained
 
 GIB = 1 << 30
 WALL = parse_rfc3339("2026-12-01T12:00:00Z")
@@ -130,6 +131,8 @@ def test_a_snapshot_says_what_the_core_knows() -> None:
     assert snapshot.launch == LaunchView(2, RUNNING, ("vllm",), 9, 5, "l", "importing")
     assert snapshot.budget_left == policy.budget
     assert why_not_ready(snapshot) == ""
+    draining = snapshot_of(policy, replace(serving, name=StateName.DRAINING), NOW)
+    assert draining.launch == snapshot.launch  # it still answers what it has taken
     given_up = replace(serving, name=StateName.GIVEN_UP, given_up="this card cannot run this model")
     snapshot = snapshot_of(policy, given_up, NOW)
     assert snapshot.launch is None
@@ -264,3 +267,30 @@ def test_systemds_line_says_the_phase_the_levers_and_what_is_next() -> None:
     assert headline(coming) == f"proving, launch 2 ({levers}): a canary"
     assert headline(replace(SNAPSHOT, state="given-up", launch=None, given_up="Why.")) == "given-up: Why."
     assert headline(replace(SNAPSHOT, state="gating", launch=None, next_what="")) == "gating"
+
+
+def test_pressure_is_told_with_its_targets_and_its_price() -> None:
+    strained = Strained(
+        "learnt", Pressure(ttft_ns=5 * 10**9), "kv", True, 0.42, 71.25, 120.0, 1.66, judging=False, missed=2
+    )
+    document = status_document(replace(SNAPSHOT, strained=strained))
+    assert document["pressure"] == {
+        "targets": {"ttft_p95_s": 5.0, "inter_token_p95_s": None, "queue_p95_s": None},
+        "origin": "learnt",
+        "verdict": "kv",
+        "curable": True,
+        "loss": 0.42,
+        "lost_s": 71.2,
+        "worth_s": 120.0,
+        "engines_needed": 1.7,
+        "judging": False,
+        "missed_pages": 2,
+    }
+
+
+def test_a_length_far_above_what_comes_is_said_once_enough_came() -> None:
+    many = EngineLoad(running=4, waiting=0, request_success_total=12_000, longest_request=1500)
+    told = render(status_document(replace(SNAPSHOT, load=many)), 0, 400)
+    assert "max_model_len 8,192 is far above what comes: none of 12,000 requests had more than 1,500 tokens" in told
+    for load in (replace(many, longest_request=2500), replace(many, request_success_total=999)):
+        assert "far above" not in render(status_document(replace(SNAPSHOT, load=load)), 0, 400)

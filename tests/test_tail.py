@@ -295,3 +295,19 @@ def test_a_hole_is_no_text_and_moves_no_position(tmp_path: Path) -> None:
     assert whole == [(line, end) for line, end in ends.items() if end <= hole[0] or end - len(line) > hole[1]]
     within = asyncio.run(read((hole[0] + hole[1]) // 2))[0]
     assert within == [pair for pair in whole if pair[1] > hole[1]]
+
+
+def test_a_part_that_is_omitted_is_passed_over_like_a_hole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(b"%06d\n" % number for number in range(100_000)))
+
+    async def read(omit: tuple[int, int]) -> list[tuple[bytes, int]]:
+        stopped = asyncio.Event()
+        stopped.set()
+        source = tail(path, stopped=stopped, omit=omit)
+        return [pair async for lines in source for pair in zip(lines, lines.ends, strict=True)]
+
+    everything = [(b"%06d" % number, 7 * number + 7) for number in range(100_000)]
+    assert asyncio.run(read((0, 0))) == asyncio.run(read((1000, 10))) == everything
+    seen = asyncio.run(read((70_003, 600_002)))
+    assert seen == [*everything[:10_000], (b"010", 70_003), *everything[85_715:]]

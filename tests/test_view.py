@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -160,13 +160,15 @@ def test_the_picture_moves_by_whole_cells() -> None:
 def test_two_daemons_are_one_line() -> None:
     earlier = timeline(series(100, launch_age=300.0, running=[1] * 100))
     document = series(4, running=[2] * 4, waiting=[0] * 4)
-    both = joined(earlier, timeline(document))
+    both = joined(earlier, timeline(document), WALL)
     assert list(both.at) == sorted(both.at)
     assert both.column("running") == (1,) * 96 + (2,) * 4
     assert both.column("waiting") == (None,) * 96 + (0,) * 4
     assert both.launches == earlier.launches
-    assert joined(earlier, timeline({})).column("running") == (1,) * 100
-    assert joined(Timeline(), earlier) == earlier
+    assert joined(earlier, timeline({}), WALL).column("running") == (1,) * 100
+    assert joined(Timeline(), earlier, WALL) == earlier
+    assert not joined(earlier, timeline({}), WALL + 1000).at  # a view that stays for days remembers 15 minutes
+    assert not joined(earlier, timeline({}), WALL + 1000).launches
 
 
 def test_bars_fill_the_line_and_hide_nothing() -> None:
@@ -183,6 +185,59 @@ def test_many_cards_take_one_line_each() -> None:
     cards = [line for line in shown(scene, 100) if line.startswith("GPU")]
     assert len(cards) == 8
     assert cards[0].endswith(" █ 59.0 ▓ 20.0 ░ 1.0 ┃ 59.3 of 80.0 GiB")
+
+
+PROOF = {
+    "part": "burst",
+    "canary": {"percent": 100, "first_token_s": 0.2},
+    "burst": {"percent": 31, "requests": 16, "done": 5, "yields": True, "ok": None},
+    "soak": {"percent": 0, "seconds": 30.0},
+}
+
+
+def test_a_proof_under_way_is_three_bars() -> None:
+    scene = Scene(status(state="proving", proof=PROOF), WALL)
+    bars, yields = [line for line in shown(scene, 80) if line.startswith("proof") or "yields" in line]
+    assert bars == "proof        canary ████████ 100%  burst ██░░░░░░ 5/16  soak ░░░░░░░░ 0%  "
+    assert yields == "             the burst yields to real traffic"
+    assert any("canary # 100%" in line for line in shown(scene, 56, pen=ASCII))
+    assert not any(line.startswith("proof") for line in shown(Scene(status(proof={**PROOF, "part": None}), WALL)))
+    small = {name: part for name, part in PROOF.items() if name != "burst"}
+    assert "soak ░" in "".join(shown(Scene(status(proof={**small, "part": "soak", "burst": None}), WALL)))
+
+
+PRESSURE = {
+    "targets": {"ttft_p95_s": 5.0, "inter_token_p95_s": None, "queue_p95_s": None},
+    "origin": "declared",
+    "verdict": "kv",
+    "curable": True,
+    "loss": 0.697,
+    "lost_s": 42.3,
+    "worth_s": 60.0,
+    "engines_needed": None,
+    "judging": False,
+}
+
+
+def test_pressure_is_shown_on_its_way_to_a_restart() -> None:
+    lines = shown(Scene(status(pressure=PRESSURE), WALL, timeline(SERIES)), 100)
+    place = next(place for place, line in enumerate(lines) if line.startswith("pressure"))
+    assert lines[place : place + 2] == [
+        "pressure     ██████████████░░░░░░ 42 of 60 s",
+        "             70% of the service is late now, bound by the KV cache; a restart pays at 60 s of outage",
+    ]
+    (row,) = (line for line in lines if line.startswith("TTFT"))
+    assert row.endswith("7.8 s  most 7.8 s  target 5.0 s")
+
+
+def test_pressure_that_nothing_helps_says_what_would() -> None:
+    over = {**PRESSURE, "verdict": "compute", "curable": False, "engines_needed": 1.7}
+    text = " ".join("\n".join(shown(Scene(status(pressure=over), WALL))).split())
+    assert "bound by the card itself; no permitted change helps, 1.7 engines would" in text
+    calm = shown(Scene(status(pressure={**PRESSURE, "lost_s": 0.0, "verdict": None}), WALL))
+    assert not any(line.startswith("pressure") for line in calm)
+    judged = shown(Scene(status(pressure={**PRESSURE, "judging": True}), WALL))
+    assert any(line.startswith("pressure     the last change is being measured") for line in judged)
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31mred\u202e\r\n\t\b" + "漢" * 40 + "e\u0301" * 20 + "x" * 500
@@ -212,9 +267,12 @@ def changed(document: object, draw: st.DrawFn) -> object:
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[Any, Any]:
     short = series(3, launch_age=4.0, running=[1, None, 2], waiting=[0, 0, 1], kv_usage=[0.5, 1.0, None])
-    return changed(status(), draw), changed(short, draw)
+    hold = {"by": "ada", "reason": HOSTILE, "since": rfc3339(WALL), "until": rfc3339(WALL + 60)}
+    full = status(proof=PROOF, pressure=PRESSURE, hold=hold, way_back={"waits_for": HOSTILE, "at": rfc3339(WALL)})
+    return changed(full, draw), changed(short, draw)
 
 
+@settings(max_examples=60)
 @given(documents() | st.tuples(st.dictionaries(st.text(), ANYTHING), ANYTHING), st.integers(0, 300), st.integers(0, 60))
 def test_no_document_breaks_it_and_no_line_is_wider_than_the_screen(
     told: tuple[Any, Any], width: int, height: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from supervisord_vllm.core import actions as act
 from supervisord_vllm.core.actions import Spawn
+from supervisord_vllm.core.adopting import carried, carry
 from supervisord_vllm.core.creep import HOUR_NS, Growth
 from supervisord_vllm.core.diagnosis import Action, Diagnosis, Kind
 from supervisord_vllm.core.facts import ClockSeen, Commanded, CreepSeen, DaemonStarted, Fact, Hold, LoadSeen, RoomSeen
@@ -373,7 +375,9 @@ def test_memory_that_creeps_is_said_once_where_nothing_may_be_done_by_itself() -
 def test_creep_that_leaves_enough_for_longer_than_the_horizon_is_only_recorded() -> None:
     world = creep(idle(declared(RECYCLE)), free=10 * GIB)
     assert world.decisions == []
-    assert outlook(RECYCLE, world.state)[0] == "a restart with the same configuration, since its memory grows"
+    assert outlook(RECYCLE, world.state)[0] == (
+        "a restart with the same configuration, since its memory grows, at a quiet moment"
+    )
     world.run(60 * HOUR)
     assert len(world.spawns) == 1, "10 GiB last 101 h: 65 h until 36 h are left"
     world.run(7 * HOUR)
@@ -416,3 +420,29 @@ def test_why_it_is_below_and_when_it_comes_back_is_told_lever_by_lever() -> None
     assert stays is not None
     assert stays.waits_for == "nothing of that comes back by itself"
     assert "step max-num-seqs up" in stays.levers[0].why
+
+
+def test_a_hold_and_what_creeps_are_carried_to_the_daemon_that_follows() -> None:
+    world = creep(busy(declared(RECYCLE)))
+    world.send(0, Commanded(at_ns=0, verb="hold", by="ada", for_ns=HOUR * SECOND))
+    state = world.run(5).state
+    again = carried(json.dumps(carry(state)))
+    assert again is not None
+    assert again.hold == state.hold
+    assert again.launch is not None
+    assert state.launch is not None
+    assert again.launch.growth == state.launch.growth
+    assert (again.launch.growth_told, again.planned) == (True, state.planned)
+
+
+def test_a_step_up_that_is_impossible_does_not_keep_creeping_memory_from_its_recycle() -> None:
+    world = World(RECYCLE, lambda spawn, w: Outcome(numbers={**NUMBERS, "kv_tokens": 31_000}), last_known_good=SHORTER)
+    world.run(until=lambda w: w.state.name is StateName.SERVING)
+    idle(world).run(2000)
+    assert world.state.launch is not None
+    assert world.state.launch.after_ns > world.now, "the KV cache refutes every step"
+    reset, _ = decide(RECYCLE, world.state, Commanded(at_ns=world.now, verb="reset"))
+    assert reset.launch is not None
+    assert reset.launch.after_ns == 0
+    creep(world).run(300)
+    assert [spawn.levers for spawn in world.spawns] == [SHORTER, SHORTER]

@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import sqlite3
+import threading
 from typing import Any
 
-from daemon_process import DaemonProcess, daemon, until
+from daemon_process import PATIENCE_S, DaemonProcess, daemon, until
+from supervisord_vllm.cli.daemon import ask
 from supervisord_vllm.clock import parse_rfc3339
 
 ONLY_EAGER = '[[ladder]]\nlever = "enforce-eager"\n[step-up]\nafter = "1s"\n'
@@ -41,7 +43,7 @@ def _aged(key: str, value: Any) -> Any:  # noqa: ANN401 - JSON
     return value
 
 
-def test_after_a_power_failure_it_starts_at_the_last_known_good_still_held_and_climbs_once_that_ends() -> None:
+def test_after_a_power_failure_it_is_still_held_and_climbs_in_its_window_once_that_ends() -> None:
     with daemon(faults="oom at=capture launch=1", ladder=ONLY_EAGER) as it:
         it.start(*QUICKLY)
         it.reaches("serving", 2)
@@ -52,7 +54,7 @@ def test_after_a_power_failure_it_starts_at_the_last_known_good_still_held_and_c
         until(lambda: it.history()["launches"][1]["proven_at"], it.told)
         power_fails(it)
         assert "held by" in " ".join(it.verb("status").split()), "the store says it where no daemon runs"
-        it.start(*QUICKLY)
+        it.start(*QUICKLY, "--set", "step-up.window=00:00-24:00")
         serving = it.reaches("serving", 3)
         assert serving["launch"]["levers"]["enforce_eager"] is True
         assert serving["decision"]["moves"][0]["how"] == "restored"
@@ -61,8 +63,17 @@ def test_after_a_power_failure_it_starts_at_the_last_known_good_still_held_and_c
         explained = it.verb("explain")
         assert "enforce_eager on, declared off: a failure lowered it" in " ".join(explained.split())
         assert "once the hold is over" in " ".join(explained.split())
-        it.verb("hold", "--for", "300ms")
+        answers: list[tuple[int, str]] = []
+        client = threading.Thread(target=lambda: answers.append(it.complete(max_tokens=1000)))
+        client.start()
+        until(lambda: ((it.status().get("load") or {}).get("running") or 0) >= 1, it.status)
+        ask(it.folder / "run" / "control.sock", "/command", {"verb": "hold", "for": "200ms"})
+        it.reaches("draining")  # its window is open: requests are waited for, not a moment without any
         climbed = it.reaches("serving", 4)
+        client.join(PATIENCE_S)
+        ((code, body),) = answers
+        assert code == 200, body
+        assert json.loads(body)["usage"]["completion_tokens"] == 1000
         assert climbed["launch"]["levers"].get("enforce_eager") in (None, False)
         assert climbed["held"] is False
         assert climbed["way_back"] is None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,8 +20,10 @@ from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Kind
 from supervisord_vllm.core.ledger import requested
 from supervisord_vllm.core.levers import LEVERS, UTILIZATION, Levers
+from supervisord_vllm.core.proof import PARTS
 from supervisord_vllm.core.relief import VERDICTS
 from supervisord_vllm.core.state import StateName
+from supervisord_vllm.proof_bars import percents
 from supervisord_vllm.status import Snapshot
 from supervisord_vllm.strain import Strained
 
@@ -58,6 +61,7 @@ class Exporter(Collector):
         self._launches = 0
         self._failures: Counter[str] = Counter()
         self._decisions: Counter[tuple[str, str]] = Counter()
+        self._proofs_failed: Counter[str] = Counter()
         self._starts = _Durations()
         self._recoveries = _Durations()
         self._registry = CollectorRegistry(auto_describe=False)
@@ -70,6 +74,10 @@ class Exporter(Collector):
     def failed(self, kind: Kind) -> None:
         """Count a diagnosed failure."""
         self._failures[kind.value] += 1
+
+    def proof_failed(self, part: str) -> None:
+        """Count a proof that failed, by its part."""
+        self._proofs_failed[part] += 1
 
     def decided(self, decision: Decision) -> None:
         """Count a decision."""
@@ -117,6 +125,7 @@ class Exporter(Collector):
         yield held
         if snapshot.strained is not None:
             yield from _pressure(snapshot.strained)
+        yield from _proof(snapshot.proof)
         budget = _gauge("budget_remaining", "Same-again restarts left in the window")
         budget.add_metric([], snapshot.budget_left)
         yield budget
@@ -140,6 +149,10 @@ class Exporter(Collector):
         for labels, count in sorted(self._decisions.items()):
             decisions.add_metric(labels, count)
         yield decisions
+        proofs = CounterMetricFamily(f"{PREFIX}proof_failures", "Proofs of a launch that failed", labels=["part"])
+        for part in PARTS:
+            proofs.add_metric([part], self._proofs_failed[part])
+        yield proofs
         yield self._starts.family("start_duration_seconds", "From spawn to the first answered request")
         yield self._recoveries.family("recovery_seconds", "From a failure to the next answered request")
 
@@ -187,6 +200,22 @@ def _pressure(strained: Strained) -> Iterator[Metric]:
     missed = _gauge("metrics_pages_missed", "Pages of the engine's /metrics in a row that could not be read")
     missed.add_metric([], strained.missed)
     yield missed
+
+
+def _proof(shown: Mapping[str, Any] | None) -> Iterator[Metric]:
+    progress = _gauge("proof_progress_ratio", "How far the parts of the launch's proof are, 0 to 1", ["part"])
+    first = _gauge(
+        "proof_first_token_seconds", "First token of the proof's requests: canary, median of the burst", ["part"]
+    )
+    if shown is not None:
+        for part, percent in percents(shown).items():
+            progress.add_metric([part], percent / 100)
+        for part in ("canary", "burst"):
+            seconds = (shown[part] or {}).get("first_token_s")
+            if seconds is not None:
+                first.add_metric([part], seconds)
+    yield progress
+    yield first
 
 
 def _memory(snapshot: Snapshot) -> GaugeMetricFamily:

@@ -41,8 +41,8 @@ def check(
 
 
 def report_of(settings: Settings) -> dict[str, Any]:
-    """What ``--json`` prints: schema, ok, name, argv (secrets redacted), url, levers, remedies, origins, warnings,
-    folders.
+    """What ``--json`` prints: schema, ok, name, argv (secrets redacted), url, levers, remedies, proof, origins,
+    warnings, folders.
     """
     from supervisord_vllm.engine.command import command_line
     from supervisord_vllm.redaction import Redactor
@@ -60,7 +60,14 @@ def report_of(settings: Settings) -> dict[str, Any]:
         "state_dir": str(settings.state_dir),
         "runtime_dir": str(settings.runtime_dir),
         "levers": _levers(settings),
+        "planned": {
+            "after_s": settings.policy.step_up_ns // 10**9,
+            "windows": [str(window) for window in settings.policy.windows],
+            "per_day": settings.policy.planned_per_day,
+            "recycle": "planned-recycle" in settings.policy.allow,
+        },
         "remedies": _remedies(settings),
+        "proof": _proof(settings),
         "origins": dict(settings.origins),
         "warnings": [redactor.text(warning) for warning in settings.warnings],
     }
@@ -103,6 +110,49 @@ def _remedies(settings: Settings) -> dict[str, list[str]]:
     return {kind.value: list(remedies_for(kind, settings.policy)) for kind in Kind if kind is not Kind.NONE}
 
 
+def _proof(settings: Settings) -> dict[str, Any]:
+    """What the proof of a launch will send; ``at_most`` where vLLM's own number of sequences may lower it."""
+    from supervisord_vllm.core.levers import BATCHED_TOKENS, NUM_SEQS
+    from supervisord_vllm.core.proof import burst_of
+    from supervisord_vllm.core.state import Launch
+
+    policy, proof = settings.policy, settings.proof
+    burst = burst_of(policy, Launch(1, policy.declared, policy.declared, 0))
+    known = {
+        "requests": proof.concurrency is not None or NUM_SEQS in policy.declared,
+        "prompt_tokens": proof.prompt_tokens is not None or BATCHED_TOKENS in policy.declared,
+    }
+    return {
+        "canary": proof.canary,
+        "burst": None
+        if burst is None
+        else {
+            "requests": burst.requests,
+            "prompt_tokens": burst.prompt_tokens if known["prompt_tokens"] else None,
+            "output_tokens": burst.output_tokens,
+            "at_most": not known["requests"],
+            "max_s": proof.burst_max.seconds,
+        },
+        "soak_s": proof.soak.seconds,
+        "soak_memory": proof.soak_memory,
+    }
+
+
+def _proven(proof: dict[str, Any]) -> list[str]:
+    """The proof for a person, one line a part."""
+    served = "what answers" if proof["canary"] == "auto" else proof["canary"]
+    burst, memory = proof["burst"], "memory is judged" if proof["soak_memory"] else "memory is not judged"
+    lines = [f"  canary    one token of {served}"]
+    if burst is not None:
+        count = f"{'at most ' if burst['at_most'] else ''}{burst['requests']}"
+        prompt = f"about {burst['prompt_tokens']}" if burst["prompt_tokens"] else "as many as fill one step together"
+        lines += [
+            f"  burst     {count} requests at once, prompt tokens: {prompt}, output tokens: {burst['output_tokens']}",
+            f"            {burst['max_s']:g} s at most; real traffic goes first",
+        ]
+    return [*lines, f"  soak      {proof['soak_s']:g} s, {memory}"]
+
+
 def _findings(settings: Settings) -> list[dict[str, Any]]:
     from supervisord_vllm.host.preflight import examine
     from supervisord_vllm.redaction import Redactor, printable
@@ -132,17 +182,34 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:<28} {_declared(lever)}  [{lever['origin']}]")
         if lever["movable"]:
             lines.append(f"  {'':<28} rung {lever['rung']}: {_reach(lever)}")
+    lines += ["", "proof of a launch", *_proven(report["proof"])]
     lines += ["", "remedies, in order (a lever in parentheses has no rung in the ladder and is skipped)"]
     movable = {name for name, lever in report["levers"].items() if lever["movable"]}
     for kind, words in report["remedies"].items():
         shown = [f"({word})" if word in LEVERS and word not in movable else word for word in words]
         lines.append(f"  {kind:<22} {', '.join(shown) or 'none'}")
+    lines += ["", "planned changes", f"  {_planned(report['planned'])}"]
     for title, key in (("warnings", "warnings"), ("this machine", "host")):
         entries = report.get(key) or []
         if entries:
             lines += ["", title]
             lines += [f"  {entry if isinstance(entry, str) else _finding(entry)}" for entry in entries]
     return lines
+
+
+def _planned(planned: dict[str, Any]) -> str:
+    """When they may begin, and what time it is on the clock that the windows are read on."""
+    import time
+
+    from supervisord_vllm.config.units import Duration
+
+    if planned["per_day"] == 0:
+        return "never (planned-per-day = 0)"
+    windows = " or ".join(planned["windows"])
+    when = f"within {windows} local time (now {time.strftime('%H:%M')})" if windows else "at a quiet moment"
+    recycle = "; the same again before memory that creeps is used up" if planned["recycle"] else ""
+    after = Duration(planned["after_s"] * 10**9)
+    return f"a step up after {after} of serving, {when}; at most {planned['per_day']} planned restarts a day{recycle}"
 
 
 def _finding(entry: dict[str, Any]) -> str:

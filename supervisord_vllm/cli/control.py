@@ -90,7 +90,8 @@ def drain(
 def reset(
     reason: Reason = "", name: NameOption = None, config: ConfigOption = None, state_dir: StateDirOption = None
 ) -> None:
-    """Forget failures, the budget and the last known good; an engine that was given up starts again."""
+    """Forget failures, the budget and the last known good; an engine that was given up starts again. Without a daemon
+    the spent budget is forgotten."""
     _command("reset", reason, name, config, state_dir)
 
 
@@ -163,7 +164,11 @@ def _command(
     except InstanceError as error:
         fail(str(error), error.code)
     except NoDaemonError as error:
-        fail(f"{verb}: {error}; start one with vllm-supervise --config FILE", ExitCode.REFUSED)
+        if verb != "reset":
+            fail(f"{verb}: {error}; start one with vllm-supervise --config FILE", ExitCode.REFUSED)
+        from supervisord_vllm.cli.forget import forget
+
+        answer = {"message": forget(instance)}
     except DaemonError as error:
         fail(f"{verb}: {error}", ExitCode.REFUSED)
     print(printable(str(answer.get("message", "done"))))

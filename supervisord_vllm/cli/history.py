@@ -76,7 +76,9 @@ def render_explanation(document: Document, now: float, width: int = WIDTH) -> st
     if decision.get("target"):
         lines.append(folded("target", str(decision["target"]), width))
     for index, line in enumerate(decision["evidence"]):
-        place = f"line {line.get('line')}" + (f" ({line['role']})" if line.get("role") else "")
+        role = line.get("role")
+        # Line 0 is no line of the log: it is what we measured ourselves.
+        place = f"line {line['line']}" + (f" ({role})" if role else "") if line.get("line") else f"{role or 'seen'}"
         lines.append(folded("evidence" if index == 0 else " ", f"{place}: {line.get('text')}", width))
     if decision["arithmetic"]:
         lines.append(folded("arithmetic", str(decision["arithmetic"]), width))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from supervisord_vllm.cli.instance import (
 from supervisord_vllm.clock import parse_rfc3339
 from supervisord_vllm.core.ledger import gib
 from supervisord_vllm.exitcodes import ExitCode
+from supervisord_vllm.proof_bars import line, summary
 from supervisord_vllm.redaction import printable
 from supervisord_vllm.status import NO_DAEMON, Document, show_lever, status_from_history
 from supervisord_vllm.store.history import History
@@ -37,6 +39,8 @@ WatchOption = Annotated[bool, typer.Option("--watch", help="A live view on the t
 WIDTH = 100
 HOLDERS = 3
 """Holders of a device that are named; the JSON names all."""
+MANY_REQUESTS, FAR_ABOVE = 1000, 4
+"""After so many requests a length of so many times the longest is worth a word."""
 
 
 def status(
@@ -87,6 +91,8 @@ def render(document: Document, now: float, width: int | None = None) -> str:
     lines = [_headline(document, now), *_launch(document, now), *_memory(document)]
     if document.get("load"):
         lines.append(("load", _load(document["load"])))
+        lines += _length(document)
+    lines += _proof(document)
     decision = document.get("decision")
     if decision:
         lines.append((f"decision {decision.get('number')}", _decision(decision, now)))
@@ -214,6 +220,17 @@ def growing(growth: dict[str, Any]) -> str:
     return f"grows {rate}/h (95 %: {low} to {high}, seen over {growth.get('hours')} h)"
 
 
+def _proof(document: Document) -> list[tuple[str, str]]:
+    """Bars while a launch is proven, later what its proof has measured."""
+    shown = document.get("proof")
+    if not shown:
+        return []
+    if document.get("state") == "proving":
+        return [("proof", line(shown, plain=(sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")))]
+    told = summary(shown) if document.get("proven") else ""
+    return [("proof", told)] if told else []
+
+
 def _load(load: dict[str, Any]) -> str:
     parts = [f"{load[name]} {name}" for name in ("running", "waiting") if load.get(name) is not None]
     if load.get("kv_usage") is not None:
@@ -221,6 +238,17 @@ def _load(load: dict[str, Any]) -> str:
     if load.get("preemptions_total"):
         parts.append(f"{load['preemptions_total']} preemptions since its start")
     return ", ".join(parts) or "unknown"
+
+
+def _length(document: Document) -> list[tuple[str, str]]:
+    """Whether far longer requests are permitted than come."""
+    load, levers = document["load"], (document.get("launch") or {}).get("levers") or {}
+    most, longest = levers.get("max_model_len"), load.get("longest_request")
+    finished = load.get("request_success_total") or 0
+    if not most or not longest or finished < MANY_REQUESTS or most < FAR_ABOVE * longest:
+        return []
+    seen = f"none of {finished:,} requests had more than {longest:,} tokens"
+    return [("length", f"max_model_len {most:,} is far above what comes: {seen}. Less would start with less KV cache")]
 
 
 def _decision(decision: Document, now: float) -> str:

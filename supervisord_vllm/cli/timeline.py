@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from supervisord_vllm.cli.drawing import Pen, spark
@@ -73,23 +73,21 @@ def timeline(document: object) -> Timeline:
     )
 
 
-def joined(earlier: Timeline, later: Timeline) -> Timeline:
-    """What two daemons told, one after the other: the later one's word counts from its first point on."""
-    if not later.at:
-        return replace(earlier, launches=_merged(earlier, later), every_s=later.every_s) if earlier.at else later
-    kept = sum(1 for at in earlier.at if at < later.at[0] - 1) if earlier.at else 0
+def joined(earlier: Timeline, later: Timeline, now: float) -> Timeline:
+    """What two daemons told, one after the other: the later one's word counts from its first point on. What is older
+    than the span is forgotten."""
+    oldest, until = now - SPAN_S, later.at[0] - 1 if later.at else math.inf
+    kept = [place for place, at in enumerate(earlier.at) if oldest < at < until]
     names = {*(earlier.columns or {}), *(later.columns or {})}
+    columns = {name: (earlier.column(name), later.column(name)) for name in names}
+    numbers = {number for _, number in later.launches}
+    begun = (one for one in earlier.launches if one[0] > oldest and one[1] not in numbers)
     return Timeline(
-        at=earlier.at[:kept] + later.at,
-        columns={name: earlier.column(name)[:kept] + later.column(name) for name in names},
-        launches=_merged(earlier, later),
+        at=tuple(earlier.at[place] for place in kept) + later.at,
+        columns={name: tuple(old[place] for place in kept) + new for name, (old, new) in columns.items()},
+        launches=(*begun, *later.launches),
         every_s=later.every_s,
     )
-
-
-def _merged(earlier: Timeline, later: Timeline) -> tuple[tuple[float, int], ...]:
-    numbers = {number for _, number in later.launches}
-    return tuple(one for one in earlier.launches if one[1] not in numbers) + later.launches
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
+from supervisord_vllm.cli import gauges
 from supervisord_vllm.cli.drawing import Pen, ended, fitted, shares
 from supervisord_vllm.cli.paper import LABEL, Paper, clock, countdown, listed, moment, number, padded, table
 from supervisord_vllm.cli.status import span
@@ -75,6 +76,8 @@ def _blocks(scene: Scene, width: int, pen: Pen) -> Iterator[_Block]:
     if status.get("state") != NO_DAEMON:
         yield _Block(0, paper.entry("next", _next(table(status.get("next")), scene.now), most=2))
     yield _Block(1, _hold(status, scene.now, paper))
+    yield _Block(1, gauges.proof(table(status.get("proof")), paper))
+    yield _Block(2, gauges.pressure(table(status.get("pressure")), paper))
     yield _Block(9, [Text()])
     yield from _launch(status, scene.now, paper)
     yield from _memory(status, paper)
@@ -248,15 +251,15 @@ def _holders(device: dict[str, Any], paper: Paper) -> list[Text]:
 
 def _timelines(scene: Scene, paper: Paper) -> Iterator[_Block]:
     line, pen, now = scene.timeline, paper.pen, scene.now
-    most = paper.width >= 76
-    told = 22 if most else 9
+    aims = table(scene.status.get("pressure"))
+    told = 9 if paper.width < 76 else 22 if paper.width < 100 else 36
     cells = max(1, paper.room - told - 1)
     begun = [f"{which} {span(now - at)} ago" for at, which in line.launches if now - 900 < at <= now]
     title = "what /metrics said" + (f"; {pen.mark} launch {', '.join(begun[-3:])}" if begun else "")
     yield _Block(3, paper.entry("last 15 min", title, style="dim"))
     for place, row in enumerate(ROWS):
         picture = drawn(line, row, cells, now, pen)
-        text = _told(line, row, now, most=most)
+        text = _told(line, row, now, most=told > 9) + (gauges.target(aims, row.column) if told > 22 else "")
         yield _Block(3 if place < 3 else 4 + place // 2, [paper.line(row.label, (picture, "cyan"), (f" {text}", ""))])
 
 
@@ -283,6 +286,6 @@ def _decisions(scene: Scene, paper: Paper) -> Iterator[_Block]:
         text = " ".join(filter(None, parts))
         label = f"decision {decision.get('number')}"
         if place == 0:
-            yield _Block(2, paper.entry(label, text, most=4))
+            yield _Block(2, paper.entry(label, text, most=6))
         else:
             yield _Block(6, paper.entry(label, text, most=2))

@@ -75,7 +75,7 @@ class Watching:
         self._seen, self._trouble = now, ""
         with suppress(NoDaemonError, DaemonError):  # gone this very moment, or of a version without a series
             if now - self._series_at >= self._timeline.every_s or now < self._series_at:
-                self._timeline = joined(self._timeline, timeline(self._ask("/series")))
+                self._timeline = joined(self._timeline, timeline(self._ask("/series")), now)
                 self._series_at = now
             decision = table(self._status.get("decision"))
             told = (decision.get("number"), decision.get("outcome"))

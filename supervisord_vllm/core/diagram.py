@@ -10,7 +10,7 @@ MEANING = {
     StateName.STOPPED: "no engine is wanted",
     StateName.GATING: "waiting for port, memory and lock",
     StateName.STARTING: "spawned, not healthy yet",
-    StateName.PROVING: "answers; canary and soak; ready after the canary",
+    StateName.PROVING: "answers; canary, burst, soak; ready after the canary",
     StateName.SERVING: "proven",
     StateName.DRAINING: "not ready; running requests finish, then the plan is carried out",
     StateName.STOPPING: "the tree is being ended, the failure judged",

@@ -230,7 +230,8 @@ def _recurring(policy: Policy, state: State, case: Case, now: int) -> tuple[tupl
 def _roll_back(launch: Launch, case: Case) -> Choice | None:
     """A planned launch that fails by its own configuration goes back to what was proven before it."""
     probe, kind = launch.probe, case.diagnosis.kind
-    if probe is None or launch.proven or TABLE[kind].external or case.grown or probe.back == launch.target:
+    blamed = case.grown and kind in FAILED_HIGH | {Kind.KV_NO_BLOCKS}  # as in `choose`: the neighbour's doing
+    if probe is None or launch.proven or TABLE[kind].external or blamed or probe.back == launch.target:
         return None
     moves = restoring(launch.target, probe.back)
     return Choice(Action.NEXT_CONFIG, moves, "the last known good") if moves else None

@@ -32,7 +32,7 @@ def forget(policy: Policy, state: State) -> State:
         roll_backs={},
         recurring=(),
         planned=(),
-        launch=replace(state.launch, proposed=False, told=False) if state.launch is not None else None,
+        launch=replace(state.launch, proposed=False, told=False, after_ns=0) if state.launch is not None else None,
     )
 
 

@@ -36,7 +36,7 @@ def recycle(policy: Policy, state: State, now_ns: int) -> Step | None:
     if comes is not None and comes.at_ns is not None and comes.at_ns <= now_ns:
         return _begin(state, now_ns, launch, launch.growth)
     if launch.growth_told:  # its window was missed
-        return replace(state, launch=replace(launch, after_ns=now_ns)), ()
+        return replace(state, launch=replace(launch, recycle_after_ns=now_ns)), ()
     if comes is not None:
         step = f"A restart with the same configuration follows {comes.waits_for}; `vllm-supervise restart` does it now."
     else:

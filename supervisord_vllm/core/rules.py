@@ -139,7 +139,8 @@ def _missing(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
 def _missing_or_step(policy: Policy, case: Case, lever: str, rung: Rung) -> Found | str:
     step = rung.step or DEFAULT_STEP
     found = _missing_amount(case)
-    if found is None or found[0] <= step:
+    measured = case.diagnosis.signature == SIGNATURE  # nothing failed: what is missing is known
+    if found is None or (found[0] <= step and not measured):
         why = f"one step of {step / 1000:.3f}" + (f", more than {found[1]}" if found else "")
         return _lower_utilization(case, rung, step, why, how_step=True)
     return _lower_utilization(case, rung, *found)

@@ -93,12 +93,14 @@ class Launch:
     proposed: bool = False
     """A step up was decided, or said where nothing is acted on: not again for this launch, unless the room changes."""
     after_ns: int = 0
-    """No planned change before: none was possible, or its window was missed."""
+    """No step up before: none was possible, or its window was missed."""
     awaited: bool = False
     """It was said that the quiet moment for a step up does not come."""
     growth: Growth | None = None
     """Own memory that creeps."""
     growth_told: bool = False
+    recycle_after_ns: int = 0
+    """No recycle before: its window was missed."""
     fingerprint: str = ""
     """Of the policy that it was started under."""
     start_ticks: int = 0
@@ -285,7 +287,7 @@ def creep_due_ns(policy: Policy, state: State) -> int | None:
     due = max(launch.growth.full_ns - RECYCLE_HORIZON_NS, launch.growth.at_ns)
     if not launch.growth_told:
         return due
-    return occasion(policy, state, max(due, launch.after_ns)).at_ns if recycles(policy) else None
+    return occasion(policy, state, max(due, launch.recycle_after_ns)).at_ns if recycles(policy) else None
 
 
 def degraded(policy: Policy, launch: Launch) -> tuple[str, ...]:
@@ -360,16 +362,17 @@ def backoff_ns(policy: Policy, failures: int, launch: int) -> int:
 
 def _planned_outlook(policy: Policy, state: State) -> tuple[str, int | None]:
     """The planned change that a serving engine waits for, and its earliest moment."""
-    comes, launch = climb_occasion(policy, state), state.launch
-    if comes is not None and launch is not None:
-        quiet = "" if policy.windows else ", at a quiet moment"
-        return f"a step up, {comes.waits_for}" if comes.waits_for else f"a step up{quiet}", comes.at_ns
+    launch, found = state.launch, []
+    if (comes := climb_occasion(policy, state)) is not None:
+        found.append(("a step up", comes))
     if launch is not None and launch.growth is not None and recycles(policy):
-        due = max(launch.growth.full_ns - RECYCLE_HORIZON_NS, launch.growth.at_ns, launch.after_ns)
-        comes = occasion(policy, state, due)
-        what = "a restart with the same configuration, since its memory grows"
-        return f"{what}, {comes.waits_for}" if comes.waits_for else what, comes.at_ns
-    return "nothing: it serves", None
+        due = max(launch.growth.full_ns - RECYCLE_HORIZON_NS, launch.growth.at_ns, launch.recycle_after_ns)
+        found.append(("a restart with the same configuration, since its memory grows", occasion(policy, state, due)))
+    if not found:
+        return "nothing: it serves", None
+    what, comes = min(found, key=lambda one: (one[1].at_ns is None, one[1].at_ns or 0))
+    quiet = "" if policy.windows else ", at a quiet moment"
+    return what + (f", {comes.waits_for}" if comes.waits_for else quiet), comes.at_ns
 
 
 def outlook(policy: Policy, state: State) -> tuple[str, int | None]:

@@ -42,7 +42,8 @@ _HISTOGRAMS = {
     "queue": ("request_queue_time_seconds_bucket", "time_in_queue_requests_bucket"),
 }
 """The newest name first."""
-_BUCKETS = frozenset(name for names in _HISTOGRAMS.values() for name in names)
+_LENGTHS = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
+_BUCKETS = frozenset({*_LENGTHS, *(name for names in _HISTOGRAMS.values() for name in names)})
 _BOUND = re.compile(r'(?:^|,)le="([^"]{1,40})"')
 MOST_BOUNDS = 256
 """Buckets of one histogram; vLLM's largest default has 23."""
@@ -53,8 +54,9 @@ class EngineLoad:
     """What the engine says of itself: requests now, the share of KV blocks in use (0 to 1), counters since its start.
 
     ``request_success_total`` counts every finished request whatever the reason. ``kv_cache_tokens`` is the size of the
-    KV cache in tokens; ``asleep`` a sleep mode of 0.11.2 and later; ``engines`` how many engines (data parallel) the page
-    sums up. ``None``: this page does not say. ``ttft``
+    KV cache in tokens; ``asleep`` a sleep mode of 0.11.2 and later; ``engines`` how many engines (data parallel) the
+    page sums up; ``longest_request`` a bound on the longest request since the engine's start, in tokens of prompt and
+    output (the bounds of the highest buckets that hold any). ``None``: this page does not say. ``ttft``
     (request to first token), ``inter_token`` and ``queue`` are cumulative histograms in seconds since the engine's
     start, their last bound infinite; ``()``: this page has none.
     """
@@ -69,6 +71,7 @@ class EngineLoad:
     kv_cache_tokens: int | None = None
     asleep: bool | None = None
     engines: int | None = None
+    longest_request: int | None = None
     ttft: Histogram = ()
     inter_token: Histogram = ()
     queue: Histogram = ()
@@ -196,13 +199,15 @@ def parse_metrics(page: str) -> EngineLoad:
             tokens = tokens if size is None else size + (tokens or 0)
         elif 'sleep_state="awake"' in labels:
             asleep = value == 0 or bool(asleep)
+    summed: dict[str, Any] = {name: round(value) for name, value in counts.items()}
+    summed.update({name: _histogram(buckets, names) for name, names in _HISTOGRAMS.items()})
     return EngineLoad(
         kv_usage=next((usage[name] for name in _KV_USAGE if name in usage), None),
         kv_cache_tokens=tokens,
         asleep=asleep,
         engines=engines or None,
-        **{name: round(value) for name, value in counts.items()},
-        **{name: _histogram(buckets, names) for name, names in _HISTOGRAMS.items()},
+        longest_request=_longest(buckets),
+        **summed,
     )
 
 
@@ -263,6 +268,19 @@ def _histogram(buckets: Mapping[str, Mapping[float, float]], names: tuple[str, .
     if math.inf not in found:
         return ()
     return tuple((bound, round(found[bound])) for bound in sorted(found))
+
+
+def _longest(buckets: Mapping[str, Mapping[float, float]]) -> int | None:
+    """The highest occupied buckets of prompt and output together; ``None`` where one of them is not bounded."""
+    tokens = 0
+    for name in _LENGTHS:
+        found = buckets.get(name, {})
+        count = found.get(math.inf, 0.0)
+        bound = min((bound for bound, under in found.items() if under >= count), default=math.inf)
+        if count <= 0 or bound == math.inf:
+            return None
+        tokens += round(bound)
+    return tokens
 
 
 def _total(histogram: Histogram) -> int | None:

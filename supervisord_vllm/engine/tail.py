@@ -113,19 +113,21 @@ class Tail:
             ...
 
     An offset within a line leaves out the rest of that line: those of `Lines.ends` continue where that line was seen.
+    What lies between the two positions of ``omit`` is passed over like a hole.
 
     Raises (when iterated):
         OSError: the file can't be opened or read.
     """
 
-    def __init__(self, path: Path, *, offset: int = 0, stopped: asyncio.Event) -> None:
+    def __init__(self, path: Path, *, offset: int = 0, stopped: asyncio.Event, omit: tuple[int, int] = (0, 0)) -> None:
         self._path = path
+        self._omit = omit
         self._stopped = stopped
         self._cutter = _Cutter(offset)
         self.read_bytes = offset
         """Position up to which the file was read: it grows with every byte that the engine writes, lines or not."""
         self.punched_bytes = 0
-        """Bytes of holes that were met."""
+        """Bytes of holes that were met, and of what was omitted."""
 
     @property
     def offset(self) -> int:
@@ -155,7 +157,7 @@ class Tail:
                     if end is None and self._stopped.is_set():
                         end = os.fstat(file).st_size
                     announced.clear()
-                    reading = loop.run_in_executor(None, _read, file, self.read_bytes)
+                    reading = loop.run_in_executor(None, _read, file, self.read_bytes, self._omit)
                     hole, data = await asyncio.shield(reading)
                     if hole:
                         self.read_bytes += hole
@@ -207,12 +209,16 @@ def _open(path: Path, position: int) -> tuple[int, bool]:
         raise
 
 
-def _read(file: int, position: int) -> tuple[int, bytes]:
+def _read(file: int, position: int, omit: tuple[int, int]) -> tuple[int, bytes]:
     """The size of the hole at a position, mostly none, and the data behind it."""
-    stretch = data_from(file, position)
+    first, last = omit
+    start = last if first <= position < last else position
+    stretch = data_from(file, start)
     if stretch is None:
-        return 0, b""
+        return start - position, b""
     begin, end = stretch
+    if begin < first:
+        end = min(end, first)
     return begin - position, os.pread(file, min(READ_SIZE, end - begin), begin)
 
 
@@ -239,6 +245,6 @@ class _Announced:
             self._watch.close()
 
 
-def tail(path: Path, *, offset: int = 0, stopped: asyncio.Event) -> Tail:
+def tail(path: Path, *, offset: int = 0, stopped: asyncio.Event, omit: tuple[int, int] = (0, 0)) -> Tail:
     """The batches of lines of a file, see `Tail`."""
-    return Tail(path, offset=offset, stopped=stopped)
+    return Tail(path, offset=offset, stopped=stopped, omit=omit)

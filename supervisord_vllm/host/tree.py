@@ -223,14 +223,16 @@ async def end_tree(child: Child, *, patience: Patience = DEFAULT_PATIENCE) -> tu
     """
     root = Identity(child.pid, child.start_ticks)
     group = child.group or await asyncio.to_thread(cgroup.of_marker, child.marker)
-    _, living = await _kill_all(child.instance, (root,), patience, () if group is None else (group,))
+    # Of an adopted engine whose marker nobody could read any more: no other launch of this instance lives.
+    groups = [group] if group is not None else await asyncio.to_thread(cgroup.of_instance, child.instance)
+    _, living = await _kill_all(child.instance, (root,), patience, groups)
     survivors = await asyncio.to_thread(_describe_all, living)
     if root not in living:
         await _exits_within(child, 1.0)  # the kernel may show the zombie a moment before the pidfd is readable
     child.release()
     reap_orphans()
-    if group is not None:
-        group.remove()
+    for left in groups:
+        left.remove()
     return survivors
 
 

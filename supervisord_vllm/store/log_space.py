@@ -4,8 +4,8 @@ Contract: no position in the log ever changes and no byte is taken that was not 
 start: versions, memory, KV cache) and as much of the end as the bound leaves stay, what is between goes in steps. While
 the disk is low all that was read goes but the head, and past logs keep only their heads and ends. Behind the end of the
 log some blocks are always reserved, so that the engine can print on a disk that others filled: a vLLM that cannot print
-loses lines while it serves and dies while it starts (docs/output.md). A file system that can do one of the two not is
-said once, and left alone.
+loses lines while it serves and dies while it starts (docs/output.md). What a file system cannot
+do is said once a launch, and is all.
 
 Blocking: call `LogSpace.keep` in a thread.
 """

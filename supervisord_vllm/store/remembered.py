@@ -43,15 +43,17 @@ def remembered(connection: sqlite3.Connection) -> Remembered:
 
 
 def glimpsed(path: Path) -> Remembered:
-    """What can be read of a store that is locked or cannot be written: the file as it is, without its log and whatever
-    the locks say. Nobody else writes it, so it is whole, but the last minutes may be missing. At worst nothing.
+    """What can be read of a store that is locked or cannot be written. Where its log cannot be read with it, the file
+    as it is, whatever the locks say: nobody else writes it, so it is whole, but the last minutes may be missing. At
+    worst nothing.
     """
-    try:
-        uri = f"file:{quote(str(path))}?mode=ro&immutable=1"
-        with closing(sqlite3.connect(uri, uri=True)) as connection:
-            return remembered(connection)
-    except sqlite3.Error:
-        return Remembered()
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=0)) as connection:
+                return remembered(connection)
+        except sqlite3.Error:  # noqa: PERF203 - two ways, tried in turn
+            continue
+    return Remembered()
 
 
 def loads(text: object) -> Json:

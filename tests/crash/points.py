@@ -70,6 +70,7 @@ class Points:
         self._trace = os.open(os.environ["CRASH_TRACE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write = os.write
         self._at = os.environ.get("CRASH_AT", "")
+        self._life = os.environ.get("CRASH_LIFE", "")
         self._mode = os.environ.get("CRASH_MODE", "")
         self.inside = threading.local()
 
@@ -81,7 +82,7 @@ class Points:
         """Count a point; whether it is the one."""
         with self._lock:
             self._counts[name] += 1
-            full = f"{name} #{self._counts[name]}"
+            full = f"{self._life}{name} #{self._counts[name]}"
         self.say(point=full)
         return full == self._at
 
@@ -236,8 +237,15 @@ def wrap_processes(points: Points) -> None:
     popen.__init__ = begin
     popen.__del__ = finished
     execve = os.execve
+
+    def replace(path: Any, argv: Any, env: Any) -> None:
+        def do() -> None:
+            execve(path, argv, {**env, "CRASH_LIFE": "replaced: "})
+
+        points.around("execve", do, _error(errno.ENOMEM))
+
     module: Any = os
-    module.execve = lambda *given: points.around("execve", lambda: execve(*given), _error(errno.ENOMEM))
+    module.execve = replace
 
 
 def wrap_sqlite(points: Points) -> None:
@@ -324,12 +332,13 @@ def wrap_holes(points: Points) -> None:
 
 
 def main() -> None:
-    """The command line, with its points counted."""
-    points = Points()
-    wrap_holes(points)
-    wrap_sqlite(points)
-    wrap_processes(points)
-    wrap_calls(points)
+    """The command line, with its points counted; a process that only tries whether it could take over counts none."""
+    if "SUPERVISE_UPGRADE_TRIAL" not in os.environ:
+        points = Points()
+        wrap_holes(points)
+        wrap_sqlite(points)
+        wrap_processes(points)
+        wrap_calls(points)
     from supervisord_vllm.store import writer
 
     writer_module: Any = writer

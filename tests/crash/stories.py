@@ -1,4 +1,7 @@
-"""The stories whose every crash point is tried: a life from first start to stop, and a start after a killed daemon.
+"""The stories whose every crash point is tried: a life from first start to stop, what follows a kill, an upgrade.
+
+After a kill the next daemon adopts the engine (``recovery``), or finds that the store is gone, ends the engine and
+starts another (``leftovers``).
 
 `points_of` records a story's points; `survive` plays it once more with one of them failing or killing, and asserts that
 a daemon (the same one where it was not killed) comes to serve with one engine, and leaves nothing.
@@ -6,6 +9,7 @@ a daemon (the same one where it was not killed) comes to serve with one engine, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,15 +23,16 @@ from typing import Any, cast
 
 from crash.nursery import Nursery
 from daemon_process import DaemonProcess, daemon, until
+from supervisord_vllm.cli.daemon import DaemonError, NoDaemonError, ask
 from supervisord_vllm.host import cgroup
 from supervisord_vllm.host.lock import LOCK_DIR
-from supervisord_vllm.places import STORE, instance
+from supervisord_vllm.places import SOCKET, STORE, instance
 from supervisord_vllm.store import History
 
 POINTS = Path(__file__).with_name("points.py")
 ROGUE = POINTS.parents[1] / "chaos" / "rogue.py"
 MODES = ("fail", "kill-before", "kill-half", "kill-after")
-STORIES = ("life", "recovery")
+STORIES = ("life", "recovery", "leftovers", "upgrade")
 REFUSED = 78
 NURSERY = Nursery()
 _CLI = "vllm-supervise"
@@ -115,12 +120,16 @@ def cases(story: str) -> list[Case]:
     found = []
     for point in points_of(story):
         for mode in MODES:
-            if mode == "kill-half" and not point.startswith("write "):
+            if mode == "kill-half" and not _does(point, "write"):
                 continue
-            if mode == "fail" and point.startswith(("close database", "execve")):
+            if mode == "fail" and _does(point, "close database"):
                 continue
             found.append(Case(story, point, mode))
     return found
+
+
+def _does(point: str, what: str) -> bool:
+    return point.removeprefix("replaced: ").startswith(f"{what} ")
 
 
 def survive(case: Case) -> str:
@@ -133,7 +142,7 @@ def survive(case: Case) -> str:
             start(it, trace, case.point, case.mode)
             _live(it, case.story)
             assert it.process is not None
-            told = _after(it, traced(trace))
+            told = _after(it, case, traced(trace))
             _check(it)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}\n{it.told()}") from error
@@ -141,13 +150,15 @@ def survive(case: Case) -> str:
 
 
 def _prepare(it: DaemonProcess, story: str) -> None:
-    if story != "recovery":
+    if story not in ("recovery", "leftovers"):
         return
     start_again(it)
     it.reaches("serving")
     assert it.process is not None
     it.process.kill()
     it.process.wait()
+    for file in (it.folder / "state").glob(f"{STORE}*") if story == "leftovers" else ():
+        file.unlink()
 
 
 def _over(it: DaemonProcess) -> bool:
@@ -156,32 +167,43 @@ def _over(it: DaemonProcess) -> bool:
 
 def _live(it: DaemonProcess, story: str) -> None:
     """Start to stop; ends early where the daemon does."""
-    last = 2 if story == "life" else 1
+    last = 2 if story in ("life", "leftovers") else 1
 
     def there() -> bool:
         return _over(it) or (_starts(it) >= last and it.status().get("state") == "serving")
 
     until(there, lambda: f"{it.status()} {it.told()}")
+    if story == "upgrade" and not _over(it):
+        with contextlib.suppress(DaemonError, NoDaemonError):  # refused, or killed before it could answer
+            ask(it.folder / "run" / SOCKET, "/command", {"verb": "upgrade", "reason": "crash"}, timeout=90)
+            until(lambda: _over(it) or it.errors.read_text().count('"event": "supervising"') == 2, it.told)
+        until(there, lambda: f"{it.status()} {it.told()}")
     if not _over(it):
         assert it.process is not None
         it.process.send_signal(signal.SIGTERM)
         it.wait()
 
 
-def _after(it: DaemonProcess, lines: list[dict[str, Any]]) -> str:
+def _after(it: DaemonProcess, case: Case, lines: list[dict[str, Any]]) -> str:
     """After a kill, or a start that was refused in one line, another daemon comes to serve."""
     assert it.process is not None
     code = it.process.returncode
-    if not any("killed" in line for line in lines):
-        failed = any("failed" in line for line in lines)
-        if code == 0:
-            return "went on" if failed else "not reached"
-        assert code == REFUSED, f"a failing point ends the daemon with {code}"
-        assert failed
+    if any("killed" in line for line in lines):
+        told = "killed, and the next one served"
+    elif not any("failed" in line for line in lines):
+        assert code == 0
+        return "not reached"
+    elif code == REFUSED:
+        told = "refused in one line, and the next one served"
+    else:
+        assert code == 0, f"a failing point ends the daemon with {code}"
+        if not _does(case.point, "rmdir"):
+            return "went on"
+        told = "went on, and the next one removed what was left"
     start_again(it)
     it.reaches("serving")
     assert it.term() == 0
-    return "killed, and the next one served" if code != REFUSED else "refused in one line, and the next one served"
+    return told
 
 
 def _starts(it: DaemonProcess) -> int:

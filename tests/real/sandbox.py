@@ -75,6 +75,10 @@ class Stream:
         assert self._response.status == 200
         assert self._response.readline().startswith(b"data: "), "the first token"
 
+    def event(self) -> bytes:
+        """The next line of the stream."""
+        return self._response.readline()
+
     def rest(self) -> bytes:
         """All that still comes, up to the end or the break of the connection."""
         received = b""

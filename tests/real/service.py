@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +151,7 @@ class Service:
 
         def there() -> Json | None:
             found = self.status()
+            assert found or self.state() != "failed", f"failed instead of {state}:\n{self.told()}"
             right = found.get("state") == state and found["daemon"]["pid"] != other_than
             number = (found.get("launch") or {}).get("number")
             return found if right and launch in (None, number) else None

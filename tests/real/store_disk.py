@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon_process import until
+from daemon_process import daemon, until
 from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import Tick
@@ -232,6 +233,39 @@ def frozen_at_open(disk: Disk) -> None:
     assert disk.decisions() == [(1, 1), (2, 1)]
 
 
+def daemon_while_frozen(disk: Disk) -> None:
+    """The whole daemon: while its disk hangs it answers, sees the engine die and decides; then it recovers."""
+    with daemon(ladder="") as it:
+        (it.folder / "state").symlink_to(disk.folder)
+        text = it.policy.read_text()
+        rogue = Path(__file__).parents[1] / "chaos" / "rogue.py"
+        text = text.replace('"-m", "supervisord_vllm.simulation", "serve"', f'"-S", "{rogue}", "serve"')
+        text = text.replace("[engine.env]", f'[engine.env]\nROGUE_FOLDER = "{it.folder}"\nROGUE_PLAN = "[]"')
+        it.policy.write_text(text)
+        it.start()
+        pid = it.reaches("serving")["launch"]["pid"]
+        run("fsfreeze", "-f", str(disk.folder))
+        try:
+            os.kill(pid, signal.SIGKILL)
+            slowest = 0.0
+            until(lambda: (it.status().get("decision") or {}).get("launch") == 1, it.told)
+            begun = time.monotonic()
+            while time.monotonic() - begun < 5:  # the next launch wants its log, on the disk that hangs
+                asked = time.monotonic()
+                assert it.status(), it.told()
+                slowest = max(slowest, time.monotonic() - asked)
+                time.sleep(0.1)
+            assert it.status()["state"] != "serving", "it hangs, truly"
+            assert slowest < 5, f"the daemon did not answer for {slowest:.1f} s"
+        finally:
+            run("fsfreeze", "-u", str(disk.folder))
+        it.reaches("serving", 2)
+        assert it.term() == 0
+        (record,) = it.history()["decisions"]
+        assert record["launch"] == 1
+        assert record["outcome"], "what was decided while it hung is in the history"
+
+
 STORIES: dict[str, tuple[str, Callable[[Disk], None]]] = {
     "full-at-open": ("tmpfs", full_at_open),
     "full-and-new": ("tmpfs", full_and_new),
@@ -240,6 +274,7 @@ STORIES: dict[str, tuple[str, Callable[[Disk], None]]] = {
     "read-only-while-running": ("ext4", read_only_while_running),
     "frozen-while-running": ("ext4", frozen_while_running),
     "frozen-at-open": ("ext4", frozen_at_open),
+    "daemon-while-frozen": ("ext4", daemon_while_frozen),
 }
 
 

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.real
 GIVEN_UP, CONFIGURATION = "69", "78"
 ERROR, WARNING, NOTICE, INFO = "3", "4", "5", "6"
 PIP = ("python3 -m venv", "/opt/vllm-supervise/bin/pip")
-WATCHED = "[Service]\nWatchdogSec=2\n"
+WATCHED = "[Service]\nWatchdogSec=5\n"
+FED = "WatchdogTimestampMonotonic"
+EXPOSURE = 50
+"""Ten times what `systemd-analyze security` may find: access to GPUs, networks and generated code is what it counts."""
+STAND_IN = "[Service]\nReadWritePaths=/srv\n"
+"""Where the stand-in keeps its card, if everything else is read-only."""
 DEAF = "[Service]\nKillSignal=SIGWINCH\nTimeoutStopSec=2\n"
 """The daemon never hears that it is to stop. (A SIGSTOP would not do: systemd sends SIGCONT after every signal.)"""
 UNITS = itertools.count(1)
@@ -196,11 +201,11 @@ def test_a_loop_that_stands_still_is_ended_and_started_anew(one: Service) -> Non
     one.systemctl("start")
     one.reaches("serving", 1)
     before = one.main_pid
-    until(lambda: True, 1, "")
     one.kill("STOP")
     one.reaches("serving", 2, other_than=before)
     assert one.restarts == 1
     assert "Failed with result 'watchdog'" in by_systemd(one)
+    assert "Fatal Python error: Aborted" in messages(one, INFO), "the journal shows where it stood"
     assert len(engines(one)) == 1
 
 
@@ -266,7 +271,6 @@ def test_a_daemon_that_does_not_stop_is_killed_with_all_of_its_engine(one: Servi
 def test_a_reload_replaces_the_daemon_in_place_and_not_the_engine(one: Service, drop_in: str) -> None:
     if drop_in:
         one.take(drop_in)
-    one.drop_in("watched", WATCHED)
     one.systemctl("start")
     found = one.reaches("serving", 1)
     daemon, engine = one.identity(one.main_pid), one.identity(found["launch"]["pid"])
@@ -276,8 +280,8 @@ def test_a_reload_replaces_the_daemon_in_place_and_not_the_engine(one: Service, 
     assert one.identity(again["launch"]["pid"]) == engine
     assert one.identity(one.main_pid) == daemon
     assert one.complete()
-    over = time.monotonic() + 5
-    until(lambda: time.monotonic() > over, 20, "more than two of the watchdog's intervals")
+    fed = one.show(FED)
+    until(lambda: one.show(FED) != fed, PATIENCE_S, "the watchdog hears of the daemon that follows")
     assert one.show("ActiveState", "NRestarts") == {"ActiveState": "active", "NRestarts": "0"}
     assert one.status()["launch"]["number"] == 1
     one.systemctl("stop")
@@ -343,12 +347,10 @@ def test_an_engine_outlives_a_crash_of_its_daemon_and_ends_with_the_next_stop(ad
 
 def test_an_engine_that_dies_while_no_daemon_lives_has_failed(adopting: Service) -> None:
     it = adopting
-    it.drop_in("slow", "[Service]\nRestartSec=3\n")
     it.systemctl("start")
-    found = it.reaches("serving", 1)
+    it.reaches("serving", 1)
     before = it.main_pid
-    it.kill()
-    it.machine.run("kill", "-KILL", str(found["launch"]["pid"]))
+    it.systemctl("kill", "--signal=KILL")
     it.reaches("serving", 2, other_than=before)
     (decision,) = it.history()["decisions"]
     assert (decision["launch"], decision["action"]) == (1, "restart_same")
@@ -395,19 +397,33 @@ def test_an_engine_whose_next_daemon_cannot_start_is_reaped(adopting: Service) -
 
 @pytest.fixture(scope="module")
 def account(box: Machine) -> None:
-    """The account that the manual makes."""
+    """The account that the manual makes, and gives to its instance."""
+    box.run("chmod", "--recursive", "a+rwX", "/srv/qwen")
+    box.write("/etc/systemd/system/vllm-supervise@qwen.service.d/stand-in.conf", STAND_IN)
     follow(box, "An account of its own")
+
+
+def test_an_instance_of_root_is_given_to_an_account_by_the_manual(manual: Service, account: None) -> None:
+    manual.reaches("serving")
+    assert manual.show("User", "ActiveState") == {"User": "vllm", "ActiveState": "active"}
+    assert manual.complete()
+    assert len(launches(manual)) > 1, "its history is still there"
 
 
 def test_an_account_of_its_own_owns_everything_and_nothing_escapes_it(one: Service, account: None) -> None:
     one.misbehave("escape-bare")
     one.take("user")
+    one.drop_in("stand-in", STAND_IN)
     one.systemctl("start")
     one.reaches("serving", 1)
     users = {one.machine.path(f"/proc/{pid}").stat().st_uid for pid in (one.main_pid, *one.marked())}
     assert users == {int(one.machine.run("id", "--user", "vllm"))}
-    environ = one.machine.path(f"/proc/{one.status()['launch']['pid']}/environ").read_bytes().split(b"\0")
+    engine = one.status()["launch"]["pid"]
+    environ = one.machine.path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
     assert b"HOME=/var/cache/vllm" in environ
+    one.machine.run("nsenter", f"--target={engine}", "--mount", "touch", "/tmp/meet", "/var/tmp/meet")
+    denied = one.machine.run("nsenter", f"--target={engine}", "--mount", "touch", "/opt/x", status=1)
+    assert "Read-only file system" in denied
     orphan = int(one.machine.path(f"{one.folder}/made").read_text())
     assert one.group_of(orphan).startswith("supervise-")
     before = one.main_pid
@@ -440,12 +456,17 @@ def test_a_user_that_lives_only_while_the_unit_runs(one: Service) -> None:
 
 
 def test_systemd_finds_no_fault_in_the_unit_and_its_drop_ins(box: Machine, one: Service, account: None) -> None:
-    for name in ("adopt", "user"):
-        one.take(name)
-    told = box.run("systemd-analyze", "verify", "--recursive-errors=no", "--man=no", one.unit)
-    assert told == ""
-    exposure = box.run("systemd-analyze", "security", "--no-pager", one.unit).splitlines()[-1]
-    print(exposure)
+    follow(box, "The engine outlives the daemon")
+    try:
+        assert one.show("KillMode")["KillMode"] == "process", "the drop-in is for all instances"
+        one.take("user")
+        told = box.run("systemd-analyze", "verify", "--recursive-errors=no", "--man=no", one.unit)
+        assert told == ""
+        box.run("systemd-analyze", "security", f"--threshold={EXPOSURE}", one.unit)
+    finally:
+        box.run("rm", "-r", "/etc/systemd/system/vllm-supervise@.service.d")
+        box.run("systemctl", "daemon-reload")
+    assert one.show("KillMode")["KillMode"] == "mixed"
 
 
 # --- the machine ---

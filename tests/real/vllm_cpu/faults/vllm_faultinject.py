@@ -6,8 +6,10 @@ out-of-memory message is ours, in CUDA's form.
 
 VLLMTEST_FORK=1            start EngineCore by fork (CUDA's default), not the CPU platform's spawn: one import less
 VLLMTEST_FAULT=KIND[:N]    oom_load, oom_kv, or from step N on: oom_step, err_step, exit_step, segv_step, kill_step,
-                           hang_step; leak_step leaks N MiB in every step
+                           ill_step, hang_step; leak_step leaks N MiB in every step; oom_at_once and err_at_once
+                           strike in a step with N requests in it
 VLLMTEST_FAULT_ONCE=FILE   the fault fires only if FILE does not exist, and creates it: a restart is healthy
+VLLMTEST_FAULT_WHILE=FILE  the fault fires only while FILE exists
 VLLMTEST_STEP_MS=MS        every step takes at least this long, so that a stream can be interrupted
 """
 
@@ -18,6 +20,7 @@ import os
 import signal
 import time
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 PAGE = 4096
@@ -36,6 +39,9 @@ def out_of_memory(mib: float) -> str:
 
 def armed() -> bool:
     """Whether the fault may fire now; under VLLMTEST_FAULT_ONCE the first asker in any process gets a yes."""
+    during = os.environ.get("VLLMTEST_FAULT_WHILE")
+    if during and not Path(during).exists():
+        return False
     once = os.environ.get("VLLMTEST_FAULT_ONCE")
     if not once:
         return True
@@ -78,9 +84,9 @@ def strike(kind: str) -> None:
     """The fault of one step."""
     import torch
 
-    if kind == "oom_step":
+    if kind in ("oom_step", "oom_at_once"):
         raise torch.OutOfMemoryError(out_of_memory(20))
-    if kind == "err_step":
+    if kind in ("err_step", "err_at_once"):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if kind == "exit_step":
         os._exit(7)
@@ -88,8 +94,15 @@ def strike(kind: str) -> None:
         ctypes.string_at(0)
     if kind == "kill_step":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "ill_step":
+        os.kill(os.getpid(), signal.SIGILL)
     if kind == "hang_step":
         time.sleep(10**6)
+
+
+def due(kind: str, steps: int, requests: int) -> int:
+    """What the number of a fault is compared with: steps so far, or requests in this step; -1: nothing."""
+    return steps if kind.endswith("_step") else requests if kind.endswith("_at_once") else -1
 
 
 def change_steps(runner: type, kind: str, number: int, least_seconds: float) -> None:
@@ -108,7 +121,7 @@ def change_steps(runner: type, kind: str, number: int, least_seconds: float) -> 
                 block = bytearray(number << 20)
                 block[::PAGE] = b"x" * len(block[::PAGE])
                 leaked.append(block)
-            elif kind.endswith("_step") and steps >= number and armed():
+            elif number <= due(kind, steps, len(scheduler_output.num_scheduled_tokens)) and armed():
                 strike(kind)
         return original(self, scheduler_output, *args, **kwargs)
 
@@ -130,5 +143,5 @@ def register() -> None:
         fail_at(CPUModelRunner, "load_model", 1184)
     elif kind == "oom_kv":
         fail_at(CPUModelRunner, "initialize_kv_cache", 2368)
-    if least_seconds or kind.endswith("_step"):
+    if least_seconds or kind.endswith(("_step", "_at_once")):
         change_steps(CPUModelRunner, kind, int(number or 0), least_seconds)
