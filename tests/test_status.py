@@ -172,6 +172,17 @@ def test_a_given_up_instance_says_so_first() -> None:
     assert "This card cannot run it." in render(status_document(snapshot), WALL).replace("\n ", "")
 
 
+def test_slowness_is_told_with_what_it_has_cost_and_what_helps() -> None:
+    pressure = {"verdict": "slot", "curable": True, "loss": 0.54, "lost_s": 12.4, "worth_s": 22.0, "judging": False}
+    text = " ".join(render({**status_document(SNAPSHOT), "pressure": pressure}, WALL).split())
+    assert (
+        "pressure 12 s lost so far: 54% of the service is late now, bound by the number of sequences; a restart pays at"
+        " 22 s of outage" in text
+    )
+    calm = render({**status_document(SNAPSHOT), "pressure": {**pressure, "lost_s": 0.0}}, WALL)
+    assert "pressure" not in calm
+
+
 def test_foreign_text_cannot_steer_the_terminal() -> None:
     decision = replace(
         DECISION,

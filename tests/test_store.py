@@ -155,7 +155,8 @@ def test_an_exhausted_window_counts_within_its_boot_fingerprint_and_time(store: 
 def test_a_lost_store_overwrites_no_log(path: Path, warnings: list[str]) -> None:
     launches = path.parent / "launches"
     launches.mkdir(parents=True)
-    launch_log(launches, 41).touch()
+    launch_log(launches, 41).write_text("it said this\n")
+    launch_log(launches, 42).touch()  # space that was kept for a launch to come
     (launches / "000099.log.bak").touch()
     store = Store.open(path, warn=warnings.append)
     assert store.next_launch() == 42

@@ -113,6 +113,17 @@ def test_a_page_that_could_not_be_read_adds_nothing() -> None:
     assert blind.strain.view.missed == 0
 
 
+def test_an_engine_from_which_nothing_comes_is_not_called_slow() -> None:
+    life = Life()
+    life.page(slow=8, waiting=30)
+    for _ in range(40):
+        life.page(waiting=30)
+    assert life.strain.view.lost_s == 200, "it is lost all the same"
+    assert life.said == []
+    life.page(slow=1, waiting=30)
+    assert len(life.pressed()) == 1, "slow after all"
+
+
 def test_a_machine_that_slept_lost_a_minute_at_most() -> None:
     life = Life()
     life.page(slow=8, waiting=30)

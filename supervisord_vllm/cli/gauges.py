@@ -10,10 +10,10 @@ from typing import Any
 from rich.text import Text
 
 from supervisord_vllm.cli.paper import Paper, number, table
+from supervisord_vllm.cli.strained import JUDGING, cost, situation
 from supervisord_vllm.cli.timeline import seconds
 
 PARTS = ("canary", "burst", "soak")
-BOUND = {"kv": "the KV cache", "slot": "the number of sequences", "compute": "the card itself"}
 GAUGE = 20
 """Cells of the bar of S."""
 
@@ -41,22 +41,16 @@ def proof(shown: dict[str, Any], paper: Paper) -> list[Text]:
 
 def pressure(shown: dict[str, Any], paper: Paper) -> list[Text]:
     """What slowness has cost so far of what makes a restart pay, what binds, and what can be done."""
-    lost, worth, loss = (number(shown.get(name)) for name in ("lost_s", "worth_s", "loss"))
     if shown.get("judging") is True:
-        return paper.entry("pressure", "the last change is being measured: it stays if less is late now")
-    if lost is None or worth is None or lost <= 0 or worth <= 0:
+        return paper.entry("pressure", JUDGING, most=2)
+    counted = cost(shown)
+    if counted is None:
         return []
+    lost, worth = counted
     words = f" {lost:.0f} of {worth:.0f} s"
     size = min(GAUGE, max(1, paper.room - len(words)))
     lines = [paper.line("pressure", *bar(min(1.0, lost / worth), size, paper), (words, ""))]
-    bound = BOUND.get(str(shown.get("verdict")), "nothing known")
-    text = f"{loss or 0.0:.0%} of the service is late now, bound by {bound}"
-    if shown.get("curable") is True:
-        text += f"; a restart pays at {worth:.0f} s of outage"
-    else:
-        engines = number(shown.get("engines_needed"))
-        text += "; no permitted change helps" + (f", {engines:.1f} engines would" if engines is not None else "")
-    return [*lines, *paper.entry("", text, most=2)]
+    return [*lines, *paper.entry("", situation(shown), most=2)]
 
 
 def target(shown: dict[str, Any], column: str) -> str:

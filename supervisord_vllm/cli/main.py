@@ -44,7 +44,7 @@ VERBS: dict[str, Verb] = {
     "reap": Verb(f"{_CLI}.reap", "End what an earlier daemon left; needs no daemon."),
     "hold": Verb(f"{_CLI}.control", "Keep the configuration as it is."),
     "restart": Verb(f"{_CLI}.control", "End the engine and start it again as it is."),
-    "upgrade": Verb(f"{_CLI}.control", "Replace the daemon by the program and policy that are there now."),
+    "upgrade": Verb(f"{_CLI}.control", "Replace the daemon; the engine goes on."),
     "drain": Verb(f"{_CLI}.control", "Let requests finish, then stop the engine."),
     "reset": Verb(f"{_CLI}.control", "Forget failures and budget; begin afresh."),
     "step": Verb(f"{_CLI}.control", "Move one lever by one rung."),

@@ -25,6 +25,7 @@ from supervisord_vllm.cli.instance import (
     StateDirOption,
     find,
 )
+from supervisord_vllm.cli.strained import told
 from supervisord_vllm.clock import parse_rfc3339
 from supervisord_vllm.core.ledger import gib
 from supervisord_vllm.exitcodes import ExitCode
@@ -92,6 +93,8 @@ def render(document: Document, now: float, width: int | None = None) -> str:
     if document.get("load"):
         lines.append(("load", _load(document["load"])))
         lines += _length(document)
+    if slow := told(document.get("pressure") or {}):
+        lines.append(("pressure", slow))
     lines += _proof(document)
     decision = document.get("decision")
     if decision:

@@ -32,6 +32,9 @@ STRETCH_PAGES = 20
 """Pages after which a stretch with more of them waiting is begun anew."""
 
 
+_OUTPUT = ("generation_tokens", "prompt_tokens", "finished", "first_tokens")
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a watch must know of the launch. ``curable`` are the verdicts that a permitted change may help against, as
@@ -69,6 +72,9 @@ class Watch:
     pages: int = 0
     queued: int = 0
     gap: bool = False
+    moves: bool = False
+    """Whether anything came out since the page before: an engine from which nothing comes is not slow, and whether it
+    hangs is not for pressure to say (`core.progress`)."""
 
     def missed(self) -> Watch:
         """After a page that could not be read: the next one adds nothing."""
@@ -79,6 +85,7 @@ class Watch:
         last = self.window[-1] if self.window else None
         if last is None or sample.first_tokens < last.first_tokens or sample.at_ns <= last.at_ns:
             return Watch((sample,), first=sample)
+        moves = any(getattr(sample, name) > getattr(last, name) for name in _OUTPUT)
         window = (*(s for s in self.window if s.at_ns > sample.at_ns - WINDOW_NS), sample)
         lost = loss(terms.targets, last, sample)
         verdict = binding(window, terms.sequences)
@@ -90,7 +97,7 @@ class Watch:
         overload = self.overload.after(verdict, lost, seconds, now, cost, curable=not curable)
         begun = max(episode.lost_s, overload.lost_s) > 0
         slow = (self.slow if self.lost_s() > 0 else Measure()).and_then(page) if begun else Measure()
-        watch = Watch(window, episode, overload, lost, slow, self.served.and_then(page))
+        watch = Watch(window, episode, overload, lost, slow, self.served.and_then(page), moves=moves)
         pages, queued = self.pages + 1, self.queued + (sample.waiting > 0)
         if pages >= STRETCH_PAGES and queued >= QUIET * pages:
             return replace(watch, first=sample)
@@ -99,6 +106,8 @@ class Watch:
     def due(self, terms: Terms) -> Verdict | None:
         """What it is time to say (`core.facts.Pressed`): a verdict that a restart pays for by now, or one that nothing
         permitted can help against and that has cost as much."""
+        if not self.moves:
+            return None
         for episode, roll_backs in ((self.episode, terms.roll_backs), (self.overload, {})):
             verdict = episode.verdict
             if verdict is not None and episode.due(terms.cost(verdict), roll_backs.get(verdict, 0)):

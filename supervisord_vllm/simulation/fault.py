@@ -6,8 +6,8 @@ A fault is a ``[[fault]]`` table of a card file or an entry of the variable ``SI
 Keys: ``kind``; ``launch`` a number or a list (without: every launch; launches are counted in the card's state file);
 ``at`` a stage of `STAGES`; ``after-requests``, ``at-once`` and ``after`` only with ``at = "running"`` (the nth request
 that is admitted, so many requests in the engine at once, or a time since the engine is ready; without all of them: the
-first request, in virtual time a minute after the engine is ready); ``bytes`` and ``for`` for the neighbour faults, ``bytes`` also what an ``oom`` tries to allocate; ``factor`` for ``slow-start``; ``code`` for
-``exit``.
+first request, in virtual time a minute after the engine is ready); ``bytes`` and ``for`` for the neighbour faults,
+``bytes`` also what an ``oom`` tries to allocate; ``factor`` for ``slow-start``; ``code`` for ``exit``.
 """
 
 from __future__ import annotations

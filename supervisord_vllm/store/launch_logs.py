@@ -33,6 +33,17 @@ def launch_numbers(directory: Path) -> list[int]:
     return sorted(int(name[:-4]) for name in names if _NAME.fullmatch(name))
 
 
+def written_numbers(directory: Path) -> list[int]:
+    """The numbers of the logs that say anything, ascending: an empty one may be space kept for a launch to come, and
+    nothing is lost if that launch gets it."""
+    written: list[int] = []
+    for number in launch_numbers(directory):
+        with contextlib.suppress(OSError):
+            if launch_log(directory, number).stat().st_size:
+                written.append(number)
+    return written
+
+
 def prune_launch_logs(
     directory: Path, keep: int, max_bytes: int, protect: Collection[int] = (), firsts: Collection[int] = ()
 ) -> list[Path]:
@@ -48,14 +59,15 @@ def prune_launch_logs(
         with contextlib.suppress(OSError):
             sizes[number] = launch_log(directory, number).stat().st_blocks * 512
     newest_first = sorted(sizes, reverse=True)
-    kept = {number for number in newest_first if number in protect} | set(newest_first[:1])
+    kept = set(newest_first[:1])
     used = sum(sizes[number] for number in kept)
     for candidates, files, size in (
         ([number for number in newest_first if number in firsts], keep // 2, max_bytes // 2),
         (newest_first, keep, max_bytes),
     ):
         for number in candidates:
-            if number not in kept and len(kept) < files and used + sizes[number] <= size:
+            fits = len(kept) < files and used + sizes[number] <= size
+            if number not in kept and (fits or number in protect):
                 kept.add(number)
                 used += sizes[number]
     removed: list[Path] = []

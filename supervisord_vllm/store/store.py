@@ -24,7 +24,7 @@ from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.store.aside import SET_META, Warn
 from supervisord_vllm.store.history import DecisionRecord
-from supervisord_vllm.store.launch_logs import launch_numbers
+from supervisord_vllm.store.launch_logs import written_numbers
 from supervisord_vllm.store.remembered import Remembered, glimpsed, remembered
 from supervisord_vllm.store.writer import Job, Statement, Writer
 
@@ -75,7 +75,7 @@ class Store:
         self._clean = clean
         self._meta: dict[str, Json] = {}
         self._touched: set[str] = set()
-        self._next_launch = 1 + max(launch_numbers(self.launches), default=0)
+        self._next_launch = 1 + max(written_numbers(self.launches), default=0)
         self._next_decision = 1
         self._run = 0
         self._shift = 0

@@ -73,7 +73,7 @@ class Machine:
 
     folder: Path
     _outer: subprocess.Popen[bytes]
-    _group: Path
+    group: Path
 
     @property
     def pid(self) -> int:
@@ -162,7 +162,7 @@ class Machine:
         finally:
             self._outer.kill()
             self._outer.wait()
-            until(lambda: _remove(self._group), 10, f"{self._group} cannot be removed", every=0.05)
+            until(lambda: _remove(self.group), 10, f"{self.group} cannot be removed", every=0.05)
 
 
 def _remove(group: Path) -> bool:
@@ -174,29 +174,34 @@ def _remove(group: Path) -> bool:
     return not group.exists()
 
 
-def _sweep(tree: Path) -> None:
-    """Groups of machines whose test process was killed: empty, or they are somebody's."""
-    for group in tree.rglob(f"{GROUP}*"):
-        if (group / "cgroup.events").exists() and "populated 0" in (group / "cgroup.events").read_text():
-            _remove(group)
+def sweep() -> None:
+    """Remove the groups and folders of machines whose test process was killed."""
+    for group in _parent().glob(f"{GROUP}*"):
+        test = group.name.removeprefix(GROUP).partition("-")[0]
+        if not Path("/proc", test).exists() and _remove(group):
+            shutil.rmtree(_folder(group), ignore_errors=True)
 
 
-def _make_group() -> Path:
+def _parent() -> Path:
+    """The test process's own cgroup."""
     tree = _tree()
     assert tree is not None
     (inside,) = [line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
-    ours = tree / inside.lstrip("/")
-    _sweep(ours)
-    group = ours / f"{GROUP}{uuid.uuid4().hex[:12]}"
-    group.mkdir()
-    return group
+    return tree / inside.lstrip("/")
+
+
+def _folder(group: Path) -> Path:
+    return Path(tempfile.gettempdir(), f"vs-machine-{group.name.removeprefix(GROUP)}")
 
 
 @contextmanager
 def machine() -> Iterator[Machine]:
     """A machine, booted; it is gone at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="vs-machine-", dir="/tmp"))
-    group = _make_group()
+    sweep()
+    group = _parent() / f"{GROUP}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    folder = _folder(group)
+    folder.mkdir(mode=0o700)
     try:
         with (folder / "console").open("wb") as console:
             # A shell moves itself into the group first; unshare makes that the root of all groups inside.

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from real.conftest import unavailable
-from real.machine import ROOT, Json, Machine, machine, missing, shown
+from real.machine import ROOT, Json, Machine, machine, missing, shown, sweep
 from real.sandbox import PROGRAM as BUILT
 from real.service import PATIENCE_S, PROGRAM, Service, service
 from real.waiting import until
@@ -67,15 +72,15 @@ def manual(bare: Machine) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module")
-def box(manual: Service) -> Machine:
+def installed(manual: Service) -> Machine:
     """A machine with the unit."""
     return manual.machine
 
 
 @pytest.fixture
-def one(box: Machine) -> Iterator[Service]:
+def one(installed: Machine) -> Iterator[Service]:
     """An instance of its own for a test."""
-    with service(box, f"n{next(UNITS)}") as made:
+    with service(installed, f"n{next(UNITS)}") as made:
         yield made
 
 
@@ -209,14 +214,14 @@ def test_a_loop_that_stands_still_is_ended_and_started_anew(one: Service) -> Non
     assert len(engines(one)) == 1
 
 
-def test_two_instances_live_side_by_side(one: Service, box: Machine) -> None:
-    with service(box, "other") as other:
+def test_two_instances_live_side_by_side(one: Service, installed: Machine) -> None:
+    with service(installed, "other") as other:
         one.systemctl("start")
         other.systemctl("start")
         one.reaches("serving", 1)
         other.reaches("serving", 1)
         assert {"name": one.name, "ready": True} == {key: one.status()[key] for key in ("name", "ready")}
-        locks = {path.name for path in box.path("/run/lock/vllm-supervise").iterdir()}
+        locks = {path.name for path in installed.path("/run/lock/vllm-supervise").iterdir()}
         assert {f"GPU-{one.name}", "GPU-other"} <= locks
         one.systemctl("stop")
         one.is_empty()
@@ -276,7 +281,7 @@ def test_a_reload_replaces_the_daemon_in_place_and_not_the_engine(one: Service, 
     daemon, engine = one.identity(one.main_pid), one.identity(found["launch"]["pid"])
     one.configure('[stop]\ngrace = "7s"\n')
     one.systemctl("reload")
-    again = until(lambda: replaced(one, found), PATIENCE_S, one.told)
+    again = until(lambda: replaced(one, found), PATIENCE_S, one.told) or {}
     assert one.identity(again["launch"]["pid"]) == engine
     assert one.identity(one.main_pid) == daemon
     assert one.complete()
@@ -396,11 +401,11 @@ def test_an_engine_whose_next_daemon_cannot_start_is_reaped(adopting: Service) -
 
 
 @pytest.fixture(scope="module")
-def account(box: Machine) -> None:
+def account(installed: Machine) -> None:
     """The account that the manual makes, and gives to its instance."""
-    box.run("chmod", "--recursive", "a+rwX", "/srv/qwen")
-    box.write("/etc/systemd/system/vllm-supervise@qwen.service.d/stand-in.conf", STAND_IN)
-    follow(box, "An account of its own")
+    installed.run("chmod", "--recursive", "a+rwX", "/srv/qwen")
+    installed.write("/etc/systemd/system/vllm-supervise@qwen.service.d/stand-in.conf", STAND_IN)
+    follow(installed, "An account of its own")
 
 
 def test_an_instance_of_root_is_given_to_an_account_by_the_manual(manual: Service, account: None) -> None:
@@ -455,21 +460,42 @@ def test_a_user_that_lives_only_while_the_unit_runs(one: Service) -> None:
 # --- the files themselves ---
 
 
-def test_systemd_finds_no_fault_in_the_unit_and_its_drop_ins(box: Machine, one: Service, account: None) -> None:
-    follow(box, "The engine outlives the daemon")
+def test_systemd_finds_no_fault_in_the_unit_and_its_drop_ins(installed: Machine, one: Service, account: None) -> None:
+    follow(installed, "The engine outlives the daemon")
     try:
         assert one.show("KillMode")["KillMode"] == "process", "the drop-in is for all instances"
         one.take("user")
-        told = box.run("systemd-analyze", "verify", "--recursive-errors=no", "--man=no", one.unit)
+        told = installed.run("systemd-analyze", "verify", "--recursive-errors=no", "--man=no", one.unit)
         assert told == ""
-        box.run("systemd-analyze", "security", f"--threshold={EXPOSURE}", one.unit)
+        installed.run("systemd-analyze", "security", f"--threshold={EXPOSURE}", one.unit)
     finally:
-        box.run("rm", "-r", "/etc/systemd/system/vllm-supervise@.service.d")
-        box.run("systemctl", "daemon-reload")
+        installed.run("rm", "-r", "/etc/systemd/system/vllm-supervise@.service.d")
+        installed.run("systemctl", "daemon-reload")
     assert one.show("KillMode")["KillMode"] == "mixed"
 
 
 # --- the machine ---
+
+
+def test_a_machine_whose_test_is_killed_leaves_nothing_on_the_host(bare: Machine) -> None:
+    script = """
+import os, signal
+from real.machine import machine
+with machine() as made:
+    made.run("systemd-run", "sleep", "1000")
+    print(made.pid, made.group, made.folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT)))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid, group, folder = done.stdout.split()
+    until(lambda: not Path(f"/proc/{pid}").exists(), 20, "its systemd ends with the test")
+    until(lambda: "populated 0" in Path(group, "cgroup.events").read_text(), 20, "and everything inside")
+    assert folder not in Path("/proc/self/mountinfo").read_text()
+    sweep()
+    assert not Path(group).exists()
+    assert not Path(folder).exists()
 
 
 def test_an_enabled_instance_serves_again_after_a_reboot(one: Service) -> None:
