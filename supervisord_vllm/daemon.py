@@ -311,7 +311,11 @@ class Daemon:
             self._chronicle.record(fact)
             # What cannot be taken back is done once the next daemon would know of it.
             lasting = any(isinstance(action, (act.Spawn, act.Stop)) for action in actions)
-            carried = self._chronicle.carry(self.state, wanted=lasting)
+            carried = None
+            if any(isinstance(action, act.Exit) for action in actions):
+                self._chronicle.end()  # killed from here on, the next daemon must not take `stopped` for its own wish
+            else:
+                carried = self._chronicle.carry(self.state, wanted=lasting)
             if carried is not None and not await durable(carried):
                 self._log.warning("the state could not be kept in time: a daemon after this one would start anew")
         self._chronicle.note(before, self.state, fact)

@@ -114,12 +114,20 @@ def until(condition: Callable[[], T | None], otherwise: Callable[[], object], se
     return value
 
 
+def free_ports() -> tuple[int, int]:
+    """Two of them, not the same one twice."""
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
+
+
 class DaemonProcess:
     """One instance in a folder of its own."""
 
     def __init__(self, folder: Path, **values: object) -> None:
         self.folder = folder
-        self.port, self.http = free_port(), free_port()
+        self.port, self.http = free_ports()
         self.process: subprocess.Popen[str] | None = None
         self.errors = folder / "stderr"
         self.output = folder / "stdout"

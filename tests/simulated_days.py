@@ -20,7 +20,7 @@ from supervisord_vllm.core.decision import Decision
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.knowledge import known
 from supervisord_vllm.core.levers import Levers, Rung, Weights
-from supervisord_vllm.core.policy import SECOND, Policy
+from supervisord_vllm.core.policy import SECOND, Policy, Proof
 from supervisord_vllm.core.remedies import pinned
 from supervisord_vllm.rehearsal.play import Play
 from supervisord_vllm.rehearsal.story import story
@@ -62,6 +62,7 @@ def policy_of(rng: random.Random) -> Policy:
         step_up_ns=rng.choice((600, 1800)) * SECOND,
         planned_per_day=rng.choice((0, 2, 4)),
         allow=frozenset({"expandable-segments"}) if rng.random() < 0.5 else frozenset(),
+        proof=Proof(),
     )
 
 

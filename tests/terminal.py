@@ -130,6 +130,11 @@ class Terminal:
         self.screen.lines.clear()
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
     def press(self, keys: str) -> None:
         """What a person types."""
         os.write(self._master, keys.encode())

@@ -30,6 +30,8 @@ class Server:
         self.statistics = True
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response()
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "tiny", "max_model_len": self.length}]})
         if request.path == "/metrics":
@@ -119,6 +121,23 @@ def test_all_requests_are_in_the_engine_at_once_and_no_prompt_begins_like_anothe
     assert {(body["max_tokens"], body["ignore_eos"], body["stream"]) for body in server.asked} == {(3, True, True)}
     assert result.first_token_s is not None
     assert 0 < result.first_token_s <= result.seconds
+
+
+def test_a_large_burst_is_at_once_too_and_keeps_no_health_check_waiting() -> None:
+    async def run() -> tuple[BurstResult, int | None]:
+        async def together(server: Server, request: web.Request, body: dict[str, Any]) -> None:
+            await eventually(lambda: len(server.asked) >= 120 and checked.is_set())
+
+        server, checked = Server(together), asyncio.Event()
+        async with serving(server) as client:
+            burst = asyncio.ensure_future(Burst(client, BurstOrder(120, 16, 2, PATIENCE_S)).run())
+            await eventually(lambda: server.flying == 120)
+            status = await client.health()
+            checked.set()
+            return await asyncio.wait_for(burst, PATIENCE_S), status
+
+    result, status = asyncio.run(run())
+    assert (result.answered, status) == (120, 200)
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,9 @@ class Deciding(RuleBasedStateMachine):
     def an_engine_lives_only_where_the_state_says_so(self) -> None:
         resting = (StateName.STOPPED, StateName.GATING, StateName.BACKING_OFF, StateName.GIVEN_UP)
         last = self.state.last_decision
-        if self.state.name is StateName.GIVEN_UP and last is not None and last.kind is Kind.STOP_HANG:
-            return  # it says that a process of ours cannot be ended
+        stuck = last is not None and last.kind is Kind.STOP_HANG  # it says that a process of ours cannot be ended
+        if stuck and self.state.name in (StateName.GIVEN_UP, StateName.STOPPED):
+            return
         assert not (self.living is not None and self.state.name in resting)
         assert not (self.state.ready and self.living is None)
 

@@ -1,8 +1,10 @@
-"""The six faults, each as one run of the daemon, with what must come of it.
+"""The faults, each as one run of the daemon, with what must come of it.
 
 1 a neighbour holds memory at the gate      4 a length above the KV cache
 2 a neighbour grows while the engine serves 5 a utilization below the weights
 3 a neighbour comes during the start        6 a flag that vLLM does not know
+7 too few slots for the load                8 the daemon is killed and replaced under load
+9 too small a KV cache for the load
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.load import Answer, Trickle, burst, summary
+from benchmarks.gpu.load import Answer, Crowd, Trickle, ask, burst, summary
 from benchmarks.gpu.neighbour import Neighbour
 from benchmarks.gpu.rig import Rig
 from benchmarks.gpu.supervised import BenchError, Record, Supervised, free_ports, policy_text
@@ -41,6 +44,9 @@ class Story:
     long: list[Answer] = field(default_factory=list)
     daemon: Supervised | None = None
     exit_status: int | None = None
+    rates: list[float] = field(default_factory=list)
+    """Answers a second before a change and after it."""
+    same_engine: bool | None = None
 
     @contextlib.contextmanager
     def supervised(
@@ -49,10 +55,11 @@ class Story:
         ladder: Sequence[Mapping[str, object]],
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        more: str = "",
     ) -> Iterator[Supervised]:
         """A daemon with this policy, gone at the end of the block."""
         ports = free_ports()
-        text = policy_text(self.rig, self.folder, ports, levers, ladder, args, env)
+        text = policy_text(self.rig, self.folder, ports, levers, ladder, args, env, more)
         self.daemon = Supervised(self.folder, text, ports, self.deadline)
         with self.daemon as daemon:
             yield daemon
@@ -147,6 +154,55 @@ def bad_flag(story: Story) -> None:
         story.exit_status = daemon.ends()
 
 
+PRESSURE = '[pressure]\nttft-p95 = "2s"\n[stop]\ndrain = "15s"\n'
+MEASURED_S = 30.0
+
+
+def under_pressure(story: Story, levers: Mapping[str, object], ladder: Sequence[Mapping[str, object]]) -> None:
+    """7 and 9: a crowd that the engine is too slow for, before and after the change against it."""
+    rig = story.rig
+    with (
+        story.supervised({LENGTH: rig.length, **levers}, ladder, more=PRESSURE) as daemon,
+        Crowd(daemon.port, rig.crowd, *rig.request) as crowd,
+    ):
+        daemon.serving(1)
+        story.strike()
+        daemon.until("a change against pressure", lambda status: status["state"] in {"draining", "stopping"})
+        story.rates = [crowd.rate(MEASURED_S)]
+        daemon.serving(2)
+        crowd.settle(MEASURED_S)
+        story.rates.append(crowd.rate(MEASURED_S))
+        story.observe("serving after the change", daemon)
+        crowd.leave()
+        story.answers = burst(daemon.port, 8, 64, 16)
+
+
+def killed_and_replaced(story: Story) -> None:
+    """8."""
+    rig = story.rig
+    with story.supervised({UTILIZATION: rig.declared, LENGTH: rig.length}, [story.rung]) as daemon:
+        first = engine(daemon.serving(1))
+        story.strike()
+        with Trickle(daemon.port) as trickle, ThreadPoolExecutor(8) as clients:
+            long = [clients.submit(ask, daemon.port, 64, rig.long_answer) for _ in range(8)]
+            seen = []
+            for _ in range(3):
+                daemon.die()
+                seen.append(engine(daemon.serving(1)))
+                daemon.verb("upgrade")
+                seen.append(engine(daemon.serving(1)))
+            story.long = [answer.result() for answer in long]
+        story.answers = trickle.answers
+        story.same_engine = all(one == first for one in seen)
+
+
+def engine(status: Json) -> tuple[int, int, str]:
+    """Launch number, pid and start time of the engine's main process."""
+    launch = status["launch"]
+    ticks = Path(f"/proc/{launch['pid']}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return launch["number"], launch["pid"], ticks
+
+
 def until_answered(trickle: Trickle, count: int) -> None:
     """Wait until this many requests came back, good or bad."""
     deadline = time.monotonic() + 60
@@ -191,8 +247,33 @@ def every(uuid: str | None) -> dict[int, Fault]:
             "up",
         ),
         Fault(6, "a flag that vLLM does not know", 45, bad_flag, 1, frozenset({"bad_config"})),
+        Fault(
+            7,
+            "too few slots for the load",
+            400,
+            lambda story: under_pressure(
+                story, {**story.rig.long_levers, "max-num-seqs": 24}, [{"lever": "max-num-seqs", "min": 8, "max": 256}]
+            ),
+            2,
+            frozenset({"overload"}),
+        ),
+        Fault(8, "the daemon is killed and replaced under load", 150, killed_and_replaced, 0, frozenset()),
+        Fault(
+            9,
+            "too small a KV cache for the load",
+            400,
+            lambda story: under_pressure(
+                story, {**story.rig.long_levers, "max-num-seqs": 256}, [{**story.rung, "min": 0.05, "max": 0.60}]
+            ),
+            2,
+            frozenset({"overload"}),
+        ),
     )
     return {fault.number: fault for fault in faults}
+
+
+def _shape(move: Json) -> tuple[str, str, str]:
+    return move["lever"], move["direction"], move["how"]
 
 
 def checks(fault: Fault, story: Story, record: Record) -> list[tuple[str, bool]]:
@@ -202,7 +283,10 @@ def checks(fault: Fault, story: Story, record: Record) -> list[tuple[str, bool]]
     moves = [move for decision in decisions for move in decision["moves"]]
     found = [
         (f"{fault.launches} launch(es)", len(launches) == fault.launches),
-        (f"kinds are of {sorted(fault.kinds)}", {d["kind"] for d in decisions} <= fault.kinds and bool(decisions)),
+        (
+            f"kinds are of {sorted(fault.kinds)}",
+            {d["kind"] for d in decisions} <= fault.kinds and bool(decisions) is bool(fault.kinds),
+        ),
         ("every decision says a command", all("`vllm-supervise " in d["sentence"] for d in decisions)),
     ]
     if fault.moves:
@@ -218,6 +302,13 @@ def checks(fault: Fault, story: Story, record: Record) -> list[tuple[str, bool]]
         found.append(("the verdict names the runtime OOM", first is not None and first["kind"] == "oom_runtime"))
         found.append(("the verdict names the neighbour", first is not None and "python" in first["sentence"]))
         found.append(("requests were lost", summary(story.long)["failed"] != 0))
+    if story.rates:
+        lever = "max_num_seqs" if fault.number == 7 else "gpu_memory_utilization"
+        found.append((f"{lever} went up, computed", (lever, "up", "computed") in [_shape(move) for move in moves]))
+        found.append(("more is answered a second than before", story.rates[-1] > 1.1 * story.rates[0]))
+    if fault.number == 8:
+        found.append(("it is the same engine throughout", story.same_engine is True))
+        found.append(("no request was lost", summary([*story.long, *story.answers])["failed"] == 0))
     if fault.number == 6:
         found.append(("the daemon gave up with 69", story.exit_status == 69))
     else:

@@ -87,6 +87,52 @@ class Trickle:
             self._over.wait(max(0.0, self.EVERY_S - (time.monotonic() - began)))
 
 
+class Crowd:
+    """So many users, each of whom asks again as soon as an answer came, until the block ends or `leave`."""
+
+    PAUSE_S = 0.5
+    """After a request that failed: an engine that restarts is not stormed."""
+
+    def __init__(self, port: int, users: int, prompt_tokens: int, max_tokens: int) -> None:
+        self.answers: list[Answer] = []
+        self._request = (port, prompt_tokens, max_tokens)
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(users)]
+
+    def __enter__(self) -> Crowd:  # noqa: PYI034 - `Self` is new in 3.11
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """No more requests; waits for those that are under way."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(150)
+
+    def rate(self, seconds: float) -> float:
+        """Good answers a second that came within the last so many seconds."""
+        since = boottime_ns() - int(seconds * 1e9)
+        good = [answer for answer in list(self.answers) if answer.ok and answer.at_ns + answer.seconds * 1e9 >= since]
+        return len(good) / seconds
+
+    def settle(self, seconds: float) -> None:
+        """Waits until a stretch of so many seconds has gone by in which this load was served."""
+        self._over.wait(seconds + 5)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            answer = ask(*self._request, seconds=300.0)
+            self.answers.append(answer)
+            if not answer.ok:
+                self._over.wait(self.PAUSE_S)
+
+
 def summary(answers: Iterable[Answer]) -> dict[str, object]:
     """Counts, the seconds between the first failure and the last, and the errors by name."""
     seen = list(answers)

@@ -66,6 +66,7 @@ class Results:
             "checks": [{"what": what, "holds": holds} for what, holds in found],
             "requests": summary(story.answers),
             "long_requests": summary(story.long),
+            "answers_per_s": story.rates,
             "launches": [
                 {
                     "number": one.number,

@@ -41,6 +41,10 @@ class Rig:
     long_levers: Mapping[str, object] = field(default_factory=dict)
     long_args: Sequence[str] = ()
     tiny: float = 0.10
+    crowd: int = 200
+    request: tuple[int, int] = (512, 300)
+    """Prompt and answer of the crowd's requests, in tokens."""
+    long_answer: int = 3000
     by_uuid: bool = False
 
 
@@ -99,4 +103,6 @@ def standin(folder: Path) -> Rig:
         env=variables,
         levers={"max-num-seqs": 16},
         long_levers={"gpu-memory-utilization": 0.135},
+        crowd=60,
+        long_answer=600,
     )

@@ -52,8 +52,10 @@ def policy_text(
     ladder: Sequence[Mapping[str, object]],
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    more: str = "",
 ) -> str:
-    """A policy: the defaults, but for a neighbour's patience and the soak, which would only take time."""
+    """A policy: the defaults, but for a neighbour's patience and the soak, which would only take time; ``more`` are
+    tables of its own."""
     rungs = "\n".join(f"[[ladder]]\n{table(rung)}" for rung in ladder)
     return f"""\
 schema = 1
@@ -83,7 +85,7 @@ listen = "127.0.0.1:{ports[1]}"
 [log]
 format = "json"
 engine-output = false
-"""
+{more}"""
 
 
 def free_ports() -> tuple[int, int]:
@@ -107,10 +109,28 @@ class Supervised:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Supervised:  # noqa: PYI034 - `Self` is new in 3.11
+        self.begin()
+        return self
+
+    def verb(self, *words: str) -> None:
+        """A client's verb; one that is refused raises `BenchError`."""
+        command = [sys.executable, "-m", "supervisord_vllm.cli.main", *words, "--config", str(self._policy)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode != 0:
+            raise BenchError(f"{' '.join(words)}: {ran.stderr.strip()}")
+
+    def die(self) -> None:
+        """SIGKILL to the daemon alone, and another one."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a daemon."""
         command = [sys.executable, "-m", "supervisord_vllm.cli.main", "--config", str(self._policy)]
         with (self.folder / "daemon.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

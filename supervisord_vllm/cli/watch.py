@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -136,7 +137,7 @@ def _draw_until_ended(watching: Watching, out: TextIO, signals: _Signals) -> Non
     console = Console(file=out, highlight=False, emoji=False, markup=False, soft_wrap=False)
     asked = time.monotonic()
     while not signals.over():
-        with _other_screen(console):
+        with _quiet(out), _other_screen(console):
             while not signals.over() and not signals.suspended:
                 _draw(console, watching.scene(time.time()), pen, _size(out))
                 signals.wait(DRAW_EVERY_S)
@@ -164,6 +165,24 @@ def _other_screen(console: Console) -> Iterator[None]:
     finally:
         console.show_cursor(True)
         console.set_alt_screen(False)
+
+
+@contextmanager
+def _quiet(out: TextIO) -> Iterator[None]:
+    """What is typed is not shown, and Ctrl-C throws no output away: both would break a control sequence in the middle.
+    A terminal that belongs to another job is left alone."""
+    descriptor, before = out.fileno(), None
+    with suppress(OSError, termios.error):
+        if os.tcgetpgrp(descriptor) == os.getpgrp():
+            before = termios.tcgetattr(descriptor)
+            flags = before[3] & ~termios.ECHO | termios.NOFLSH
+            termios.tcsetattr(descriptor, termios.TCSANOW, [*before[:3], flags, *before[4:]])
+    try:
+        yield
+    finally:
+        with suppress(OSError, termios.error):
+            if before is not None and os.tcgetpgrp(descriptor) == os.getpgrp():
+                termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def _size(out: TextIO) -> tuple[int, int]:

@@ -97,10 +97,10 @@ class EngineClient:
             context = ssl.create_default_context(cafile=str(ca_file))
         connector: aiohttp.BaseConnector
         if url.startswith("unix:"):
-            connector = aiohttp.UnixConnector(path=url[len("unix:") :], force_close=True)
+            connector = aiohttp.UnixConnector(path=url[len("unix:") :], force_close=True, limit=0)
             url = "http://localhost"
         else:
-            connector = aiohttp.TCPConnector(ssl=context, force_close=True)
+            connector = aiohttp.TCPConnector(ssl=context, force_close=True, limit=0)
         self._base = url.rstrip("/") + root.rstrip("/")
         self._timeout = timeout
         self._canary_timeout = canary_timeout

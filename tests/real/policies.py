@@ -72,7 +72,7 @@ source = "host"
 [gate]
 window = "1s"
 patience = "5s"
-deadline = "60s"
+deadline = "180s"
 
 [proof]
 {"" if burst is None else f"concurrency = {burst}"}
