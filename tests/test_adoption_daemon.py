@@ -40,7 +40,7 @@ def copied(it: DaemonProcess) -> list[str]:
 def launch_log(it: DaemonProcess, number: int) -> list[str]:
     """The lines of one launch, as they must be copied."""
     log = it.folder / "state" / "launches" / f"{number:06d}.log"
-    return [printable(line) for line in log.read_bytes().decode().split("\n")]
+    return [printable(line.rstrip("\r")) for line in log.read_bytes().decode().split("\n")]
 
 
 @contextlib.contextmanager

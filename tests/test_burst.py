@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from daemon_process import free_port
 from supervisord_vllm.engine.probe import EngineClient
 from supervisord_vllm.engine.proof import Burst, BurstOrder, BurstResult, fitted, prompt
 
@@ -315,11 +316,7 @@ def test_a_cancelled_burst_leaves_no_request_behind() -> None:
 
 def test_an_engine_that_is_gone_fails_the_burst() -> None:
     async def run() -> BurstResult:
-        server = Server()
-        async with serving(server) as client:
-            pass
-        async with EngineClient("http://127.0.0.1:9") as gone:
-            gone._served = client._served
+        async with EngineClient(f"http://127.0.0.1:{free_port()}") as gone:
             return await asyncio.wait_for(Burst(gone, BurstOrder(8, 64, 3, 0.5)).run(), PATIENCE_S)
 
     result = asyncio.run(run())

@@ -191,6 +191,14 @@ def test_the_canary_goes_through_what_the_engine_serves_and_remembers_it(
     ask(engine, twice)
 
 
+def test_a_client_that_asked_for_nothing_yet_learns_what_the_engine_serves() -> None:
+    engine = Engine()
+    engine.answers["/v1/embeddings"] = (200, {"data": [{"embedding": [0.1]}]})
+    endpoint, model = ask(engine, lambda client: client.endpoint("auto", 5))
+    assert (endpoint, model.name, model.max_model_len) == ("embeddings", "tiny", None)
+    assert ask(engine, lambda client: client.endpoint("chat", 5))[0] == "chat"
+
+
 def test_the_canary_is_streamed_and_its_first_token_is_timed() -> None:
     async def late(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -73,15 +73,6 @@ def test_memory_that_runs_out_in_the_burst_is_judged_by_its_cause_and_the_burst_
         assert 'vllm_supervise_proof_failures_total{part="burst"} 1.0' in it.http_get("/metrics")[1]
 
 
-def test_an_engine_that_is_healthy_and_dies_at_its_first_request_is_not_proven() -> None:
-    with daemon(burst=8, faults="die at=running after-requests=1 launch=1") as it:
-        it.start()
-        decision = it.reaches("serving", 2)["decision"]
-        assert (decision["launch"], decision["kind"]) == (1, "engine_dead")
-        assert "Its proof failed in the canary, its first request." in decision["sentence"]
-        assert it.history()["launches"][0]["ready_at"] is None
-
-
 def test_a_stop_in_the_middle_of_the_burst_waits_for_none_of_its_requests() -> None:
     with daemon(burst=8, faults="hang at=running after-requests=4 launch=1") as it:
         it.start()

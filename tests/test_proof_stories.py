@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from supervisord_vllm.core import proof
-from supervisord_vllm.core.actions import Burst, Canary, Spawn, Weigh
+from supervisord_vllm.core.actions import Adopt, Burst, Canary, Spawn, Weigh
+from supervisord_vllm.core.adopting import carry
 from supervisord_vllm.core.diagnosis import Action, Diagnosis, Evidence, Kind
-from supervisord_vllm.core.facts import BurstDone, CanaryDone, Commanded, HealthSeen, SoakDone
+from supervisord_vllm.core.facts import BurstDone, CanaryDone, Commanded, DaemonStarted, HealthSeen, SoakDone
 from supervisord_vllm.core.ledger import GIB, MIB, Ledger
 from supervisord_vllm.core.levers import Levers, Rung, Weights
+from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.policy import SECOND, Gate, Policy, Proof
+from supervisord_vllm.core.proving import too_large
 from supervisord_vllm.core.soaking import excess
-from supervisord_vllm.core.state import Launch, StateName, outlook
+from supervisord_vllm.core.state import Launch, State, StateName, outlook
 from world import CONTEXT, TOTAL, Outcome, World
 
 DECLARED = Levers({"gpu_memory_utilization": 900, "max_model_len": 8192, "max_num_seqs": 16, "weights": Weights("m")})
@@ -161,19 +165,32 @@ def test_a_stop_during_the_burst_is_carried_out_and_the_late_answer_says_nothing
     assert world.decisions == []
 
 
-def test_a_launch_that_takes_more_than_it_requested_is_lowered_by_as_much() -> None:
+ALL_BUT_100_MIB = TOTAL - 900 * TOTAL // 1000 - 100 * MIB
+
+
+def test_a_launch_that_takes_more_than_it_requested_beside_free_memory_serves_on_and_that_is_said() -> None:
+    world = World(POLICY, lambda spawn, world: Outcome(soak_takes=CONTEXT + 5 * GIB)).run()
+    assert world.decisions == []
+    assert world.proven == [DECLARED]
+    found = too_large(POLICY, world.state)
+    assert found is not None
+    assert not found.fails
+    assert found.text.startswith("it holds 131.33 GiB of GPU-0, more than the 125.82 GiB that it requested")
+
+
+def test_a_launch_that_takes_more_than_it_requested_and_leaves_too_little_is_lowered_by_as_much() -> None:
     def script(spawn: Spawn, world: World) -> Outcome:
-        takes = CONTEXT + 5 * GIB if spawn.levers["gpu_memory_utilization"] == 900 else 0
+        takes = ALL_BUT_100_MIB if spawn.levers["gpu_memory_utilization"] == 900 else 0
         return Outcome(soak_takes=takes)
 
     world = World(POLICY, script).run()
     (decision,) = world.decisions
     assert decision.kind is Kind.OOM_RUNTIME
-    assert decision.sentence.startswith("Launch 1 is too large for its memory: it holds 131.33 GiB of GPU-0, more than")
+    assert decision.sentence.startswith("Launch 1 is too large for its memory: 100 MiB are left of GPU-0, and")
     assert "Its proof failed in the soak, after 30 s." in decision.sentence
     assert "too much" in decision.arithmetic
     lowered = decision.moves[0]
-    beyond = 5 * GIB + CONTEXT - round(0.6 * GIB) - 512 * MIB
+    beyond = ALL_BUT_100_MIB - 100 * MIB
     assert isinstance(lowered.after, int)
     assert (900 - lowered.after) * TOTAL / 1000 == pytest.approx(beyond + 150 * MIB, abs=TOTAL / 1000)
     assert world.state.name is StateName.SERVING
@@ -207,7 +224,7 @@ def test_a_launch_that_leaves_too_little_is_lowered_too() -> None:
     ids=["not movable", "at its floor", "only watching"],
 )
 def test_an_engine_that_works_is_not_given_up_for_a_finding_that_nothing_cures(policy: Policy) -> None:
-    world = World(policy, lambda spawn, _: Outcome(soak_takes=10 * GIB)).run()
+    world = World(policy, lambda spawn, _: Outcome(soak_takes=ALL_BUT_100_MIB)).run()
     assert world.state.name is StateName.SERVING
     assert world.decisions == []
 
@@ -228,17 +245,28 @@ def test_what_a_new_daemon_asks_for_again_follows_from_the_launch() -> None:
     world = World(POLICY, fine)
     world.run(until=lambda world: world.state.name is StateName.PROVING)
 
-    def again() -> object:
-        assert world.state.launch is not None
-        return proof.in_progress(POLICY, world.state.launch)
+    def again() -> list[object]:
+        """What a daemon that follows asks for, besides the adoption itself."""
+        started = DaemonStarted(
+            at_ns=world.now,
+            boot_id="b",
+            next_launch=2,
+            next_decision=1,
+            carried=json.dumps(carry(world.state)),
+            engine="lives",
+        )
+        after, (adopt, *more) = decide(POLICY, State.initial(), started)
+        assert isinstance(adopt, Adopt)
+        assert after.launch == world.state.launch
+        return list(more)
 
-    assert again() == Canary(1)
+    assert again() == [Canary(1)]
     world.run(until=lambda world: world.state.ready)
-    assert again() == Burst(1, 16, 128, 64, 300 * SECOND)
+    assert again() == [Burst(1, 16, 128, 64, 300 * SECOND)]
     world.run(until=lambda world: world.state.launch is not None and world.state.launch.burst is not None)
-    assert again() is None, "only time is missing"
+    assert again() == [], "only time is missing"
     world.run(until=lambda world: world.state.launch is not None and world.state.launch.weighed)
-    assert again() == Weigh(1)
+    assert again() == [Weigh(1)]
 
 
 def test_the_slope_of_a_soak_is_recorded_and_not_judged() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,12 @@ def played(policy: Policy, name: str) -> Play:
 ENDS = {
     "bad-flag": ("given-up", 1),
     "broken-card": ("given-up", 1),
+    "burst-oom": ("serving", 2),
     "calm": ("serving", 1),
     "capture-oom": ("serving", 3),
     "corrupt-cache": ("serving", 2),
     "crash-loop": ("given-up", 3),
+    "first-request": ("given-up", 3),
     "full-ladder": ("given-up", 9),
     "hang": ("serving", 2),
     "held": ("serving", 3),
@@ -103,6 +106,24 @@ def test_the_full_ladder_is_walked_in_the_order_of_the_mission(policy: Policy) -
     assert play.given_up is not None
     assert "This card cannot run this model as the policy permits it. It lacks " in play.given_up
     assert "What would fit: " in play.given_up
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("first-request", "Its proof failed in the canary, its first request."),
+        ("burst-oom", "Its proof failed in the burst: 16 of 16 requests failed"),
+    ],
+)
+def test_the_story_names_the_part_of_the_proof_that_failed(policy: Policy, name: str, part: str) -> None:
+    play = played(policy, name)
+    assert part in play.decisions[0].decision.sentence
+    assert play.launches[0].proven_s is None
+
+
+def test_a_fault_of_many_requests_at_once_needs_a_burst_that_large(policy: Policy) -> None:
+    small = replace(policy, declared=policy.declared.with_(max_num_seqs=8))
+    assert played(small, "burst-oom").decisions == []
 
 
 def test_the_story_says_every_decision_and_how_it_ended(policy: Policy) -> None:

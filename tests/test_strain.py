@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from supervisord_vllm.core.policy import SECOND, Policy, Pressure
 from supervisord_vllm.core.pressure import Sample
 from supervisord_vllm.core.restart_cost import Restarts
 from supervisord_vllm.core.state import Ending, Launch, Probe, State, StateName
+from supervisord_vllm.store import Store
 from supervisord_vllm.strain import Strain
 
 INF = float("inf")
@@ -167,6 +169,28 @@ def test_without_declared_targets_twice_of_what_was_seen_at_the_declared_levers_
     assert again.strain.targets.ttft_ns == life.strain.targets.ttft_ns, "it survives the daemon"
     other = Life(replace(policy, fingerprint="other"), life.memory)
     assert other.strain.targets.ttft_ns is None, "and belongs to its policy"
+
+
+def test_what_was_learnt_and_measured_is_in_the_store_of_the_next_daemon(tmp_path: Path) -> None:
+    policy = replace(POLICY, pressure=Pressure())
+
+    def opened() -> tuple[Store, Strain]:
+        store = Store.open(tmp_path / "history.sqlite3", warn=pytest.fail)
+        return store, Strain(policy, store.get_meta, store.set_meta, lambda fact: None)
+
+    store, strain = opened()
+    life = Life(policy)
+    life.strain = strain
+    for _ in range(25):
+        life.page(fast=10)
+    stopping = replace(life.state, name=StateName.STOPPING, ending=Ending("planned", 0))
+    strain.noted(stopping, replace(stopping, ending=None), TreeEnded(at_ns=7 * SECOND))
+    assert store.close()
+    store, again = opened()
+    assert again.targets == strain.targets
+    assert again.targets.ttft_ns is not None
+    assert Restarts.from_json(store.get_meta("restarts:s")).stops == (7.0,)
+    assert store.close()
 
 
 @pytest.mark.parametrize("kept", [None, 7, [], {"ttft_ns": "x"}, {"ttft_ns": -1}, {"ttft_ns": True}])

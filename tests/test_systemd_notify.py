@@ -196,17 +196,27 @@ assert log.close()
 
 
 def test_the_adoption_drop_in_keeps_the_engine_after_a_crash_only(tmp_path: Path) -> None:
-    """The command of ExecStopPost=, run by a shell as systemd runs it."""
+    """The command of ExecStopPost=, run by a shell as systemd runs it, with a systemctl that tells of jobs."""
     (line,) = [line for line in ADOPT.read_text().splitlines() if line.startswith("ExecStopPost=")]
-    program, option, command = shlex.split(line.partition("=")[2].replace("%i", "t").replace("$$", "$"))
+    named = line.partition("=")[2].replace("%i", "t").replace("%n", "vllm-supervise@t.service").replace("$$", "$")
+    program, option, command = shlex.split(named)
     assert (program, option) == ("/bin/sh", "-c")
-    reaped = tmp_path / "vllm-supervise"
-    reaped.write_text('#!/bin/sh\necho "$@"\n')
-    reaped.chmod(0o755)
-    command = command.replace("/usr/local/bin/vllm-supervise", str(reaped))
-    for result in ("success", "exit-code", "timeout", "protocol", "oom-kill", "start-limit-hit", "signal", "watchdog"):
-        done = subprocess.run(
-            [program, option, command], env={"SERVICE_RESULT": result}, capture_output=True, text=True, check=True
-        )
-        crashed = result in ("signal", "watchdog", "core-dump")
-        assert done.stdout == ("" if crashed else "reap --config /etc/vllm-supervise/t.toml\n"), result
+    command = command.replace("/usr/local/bin/vllm-supervise", str(tmp_path / "vllm-supervise"))
+    for name, script in (("vllm-supervise", 'echo "$@"'), ("systemctl", 'test "$1" = list-jobs && echo "$JOBS"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def reaps(result: str, jobs: str = "") -> bool:
+        environ = {"SERVICE_RESULT": result, "JOBS": jobs, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run([program, option, command], env=environ, capture_output=True, text=True, check=True)
+        assert done.stdout in ("", "reap --config /etc/vllm-supervise/t.toml\n")
+        return done.stdout != ""
+
+    for result in ("success", "exit-code", "timeout", "protocol", "oom-kill", "start-limit-hit"):
+        assert reaps(result), result
+    for result in ("signal", "core-dump", "watchdog"):
+        assert not reaps(result), result
+        assert reaps(result, "  7 vllm-supervise@t.service stop    running"), result
+        assert reaps(result, "  7 vllm-supervise@t.service restart waiting"), result
+        assert not reaps(result, "  7 vllm-supervise@t.service start   running"), result
+        assert not reaps(result, "  7 vllm-supervise@other.service stop running"), result

@@ -161,12 +161,14 @@ MEASURED_S = 30.0
 def under_pressure(story: Story, levers: Mapping[str, object], ladder: Sequence[Mapping[str, object]]) -> None:
     """7 and 9: a crowd that the engine is too slow for, before and after the change against it."""
     rig = story.rig
-    with (
-        story.supervised({LENGTH: rig.length, **levers}, ladder, more=PRESSURE) as daemon,
-        Crowd(daemon.port, rig.crowd, *rig.request) as crowd,
-    ):
+    with contextlib.ExitStack() as stack:
+        # Eager: a restart is cheap, so that one run has time for the episode, the change and what came of it.
+        daemon = stack.enter_context(
+            story.supervised({LENGTH: rig.length, "enforce-eager": True, **levers}, ladder, more=PRESSURE)
+        )
         daemon.serving(1)
         story.strike()
+        crowd = stack.enter_context(Crowd(daemon.port, rig.crowd, *rig.request))
         daemon.until("a change against pressure", lambda status: status["state"] in {"draining", "stopping"})
         story.rates = [crowd.rate(MEASURED_S)]
         daemon.serving(2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from supervisord_vllm.core import telling
-from supervisord_vllm.core.actions import Action, Burst, Canary, Weigh
+from supervisord_vllm.core.actions import Burst
 from supervisord_vllm.core.levers import BATCHED_TOKENS, NUM_SEQS
 from supervisord_vllm.core.policy import SECOND, Policy
 
@@ -78,16 +78,6 @@ def next_wake_ns(policy: Policy, launch: Launch) -> int | None:
     if not launch.ready or launch.unhealthy_ns is not None or (launch.weighed and launch.soak is None):
         return None
     return soak_due_ns(policy, launch)
-
-
-def in_progress(policy: Policy, launch: Launch) -> Action | None:
-    """What a daemon that takes over a launch in its proof has to ask for again; ``None``: only time is missing."""
-    now = part(policy, launch)
-    if now == "canary":
-        return Canary(launch.number)
-    if now == "burst":
-        return burst_of(policy, launch) if launch.burst is None else None
-    return Weigh(launch.number) if launch.weighed and launch.soak is None else None
 
 
 def coming(policy: Policy, launch: Launch) -> tuple[str, int | None]:

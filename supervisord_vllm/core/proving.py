@@ -56,7 +56,7 @@ def due(policy: Policy, state: State, now_ns: int) -> Step | None:
     if policy.proof is not None and policy.proof.memory and not launch.weighed:
         return replace(state, launch=replace(launch, weighed=True)), (Weigh(launch.number),)
     found = too_large(policy, state)
-    if found is not None and _curable(policy, state):
+    if found is not None and found.fails and _curable(policy, state):
         return _too_large(state, now_ns, found)
     return _proven(policy, state, now_ns)
 

@@ -213,7 +213,9 @@ class EngineClient:
         return False
 
     async def endpoint(self, served: Served, seconds: float) -> tuple[Endpoint, Model] | None:
-        """The endpoint that last answered a canary (``auto``) or is asked for, and the model; ``None``: not known."""
+        """The endpoint that is asked for, or that answers a canary (``auto``), and the model; ``None``: not known."""
+        if served == "auto" and self._served == "auto":
+            await self.canary()  # that of another daemon was answered
         known = self._served if served == "auto" else served
         try:
             reply = await self._ask("GET", "/v1/models", seconds)

@@ -151,8 +151,9 @@ class History:
     def decisions(self, limit: int = ALL, run: int | None = None) -> list[DecisionRecord]:
         """The last ``limit`` decisions (of one run), the oldest first."""
         rows = self._rows(
-            "SELECT run, at, json, unrecorded, completed_at, outcome FROM decisions WHERE ?1 IS NULL OR run = ?1"
-            " ORDER BY run DESC, number DESC LIMIT ?2",
+            "SELECT run, at, json, unrecorded, completed_at, outcome FROM decisions WHERE ? IS NULL OR run = ?"
+            " ORDER BY run DESC, number DESC LIMIT ?",
+            run,
             run,
             limit,
         )

@@ -293,9 +293,10 @@ class Store:
 
         def build() -> list[Statement]:
             made = value()
+            text = self._dumps(made)
             if key in self._meta:  # not forgotten since: what is forgotten last stays so after a loss
                 self._meta[key] = made
-            return [(SET_META, (key, self._dumps(made)))]
+            return [(SET_META, (key, text))]
 
         self._writer.put(Job(build, done if wanted else None), important=True)
         return done

@@ -128,7 +128,7 @@ class Writer:
         """Write what is kept; false when that must be tried again."""
         try:
             self._write_kept()
-        except (StoreError, OSError, sqlite3.Error) as error:
+        except Exception as error:  # noqa: BLE001 - this thread outlives whatever a disk, SQLite or a value does
             self._failed(error)
             return False
         if self._failing:

@@ -6,6 +6,7 @@ Run as a script it is that process: it reads a JSON line per wish (``{"argv", "e
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -72,6 +73,7 @@ class Nursery:
                 # Without a session of its own Ctrl-C reaches the daemons too, as it does in a terminal.
                 command = [sys.executable, str(HERE)]
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                atexit.register(self.close)
             process = self._process
             assert process.stdin is not None
             assert process.stdout is not None

@@ -385,6 +385,19 @@ def test_a_daemon_that_does_not_stop_is_killed_and_its_engine_is_reaped(adopting
     assert not it.exists(orphan), "reap looks into the unit's cgroups, not only into its own"
 
 
+def test_a_daemon_that_is_killed_in_the_middle_of_a_stop_leaves_no_engine(adopting: Service) -> None:
+    it = adopting
+    it.configure('[stop]\ngrace = "10m"\n', faults="ignore-term")
+    it.systemctl("start")
+    it.reaches("serving", 1)
+    it.systemctl("stop", "--no-block")
+    it.reaches("stopping", 1)
+    it.kill()
+    it.becomes("failed")
+    assert it.show("Result")["Result"] == "signal"
+    it.is_empty()
+
+
 def test_an_engine_whose_next_daemon_cannot_start_is_reaped(adopting: Service) -> None:
     it = adopting
     it.systemctl("start")
