@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from days import POLICY, day
-from supervisord_vllm.core.actions import Adopt, Canary, EndTree, Reap, Spawn, Stop
+from supervisord_vllm.core.actions import Adopt, Canary, EndTree, Exit, Reap, Spawn, Stop
 from supervisord_vllm.core.adopting import carried, carry
 from supervisord_vllm.core.facts import (
     Commanded,
@@ -17,6 +17,7 @@ from supervisord_vllm.core.facts import (
     Exited,
     Fact,
     LeftoversReaped,
+    ProcessRef,
     Signalled,
     Verb,
 )
@@ -210,3 +211,24 @@ def test_a_planned_change_whose_engine_is_gone_is_carried_out_as_it_was_decided(
     after, _ = follow(POLICY, state, world.now, "none")
     gone, _ = decide(POLICY, after, LeftoversReaped(at_ns=world.now))
     assert (gone.name, gone.target) == (StateName.GATING, LOWER)
+
+
+@pytest.mark.parametrize("verb", ["shutdown", "stop"])
+def test_a_daemon_that_is_told_to_end_while_leftovers_are_ended_ends_them_first(verb: Verb) -> None:
+    begun = DaemonStarted(at_ns=SECOND, boot_id="b", next_launch=1, next_decision=1)
+    state, actions = decide(POLICY, State.initial(), begun)
+    assert Reap() in actions
+    state, actions = decide(POLICY, state, Commanded(at_ns=2 * SECOND, verb=verb))
+    assert (state.name, actions) == (StateName.ADOPTING, ())
+    state, actions = decide(POLICY, state, LeftoversReaped(at_ns=3 * SECOND))
+    assert state.name is StateName.STOPPED
+    assert actions == ((Exit(0),) if verb == "shutdown" else ())
+
+
+def test_a_daemon_told_to_end_that_cannot_end_leftovers_still_ends() -> None:
+    stays = replace(POLICY, on_give_up="stay")
+    state, _ = decide(stays, State.initial(), DaemonStarted(at_ns=SECOND, boot_id="b", next_launch=1, next_decision=1))
+    state, _ = decide(stays, state, Commanded(at_ns=2 * SECOND, verb="shutdown"))
+    state, actions = decide(stays, state, LeftoversReaped(at_ns=3 * SECOND, survivors=(ProcessRef(7),)))
+    assert state.name is StateName.GIVEN_UP
+    assert Exit(69) in actions

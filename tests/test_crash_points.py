@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from crash.points import place
-from crash.stories import MODES, POINTS, STORIES, Case, cases, survive
+from crash.stories import (
+    MODES,
+    POINTS,
+    STORIES,
+    Case,
+    cases,
+    check,
+    instance_of,
+    prepare,
+    start_again,
+    survive,
+)
+from daemon_process import until
 
 SAMPLE = 1
 """Of each story, in a run of the suite."""
@@ -35,6 +47,17 @@ def test_a_daemon_that_fails_or_dies_at_a_point_leaves_what_the_next_one_finds_a
 @pytest.mark.parametrize("case", FOUND, ids=str)
 def test_what_was_found_once_is_tried_every_time(case: Case) -> None:
     assert "not reached" not in survive(case)
+
+
+def test_a_daemon_that_is_ended_as_soon_as_it_supervises_ends_what_it_found() -> None:
+    with instance_of("leftovers") as it:
+        prepare(it, "leftovers")
+        assert it.marked()
+        already = it.errors.read_text().count("supervising")
+        start_again(it)
+        until(lambda: it.errors.read_text().count("supervising") > already, it.told)
+        assert it.term() == 0
+        check(it)
 
 
 def test_the_points_count_what_changes_a_file_or_starts_a_process_and_see_what_escapes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Diagnosis, Kind
-from supervisord_vllm.core.facts import Diagnosed, Fact, Spawned, Tick
+from supervisord_vllm.core.facts import Diagnosed, Exited, Fact, GateSampled, Spawned, Tick
 from supervisord_vllm.core.levers import Levers
 from supervisord_vllm.core.policy import Policy
 from supervisord_vllm.store import History, Store, StoreError, durable, launch_log, prune_launch_logs
@@ -369,3 +369,14 @@ def test_retention_is_by_count_and_bytes_and_keeps_what_matters(tmp_path: Path) 
     removed = prune_launch_logs(tmp_path, keep=0, max_bytes=0)
     assert [path.name for path in tmp_path.iterdir()] == ["000010.log"]
     assert prune_launch_logs(tmp_path / "none", 1, 1) == []
+
+
+def test_a_launch_that_never_left_the_gate_gives_its_number_to_the_next(path: Path, warnings: list[str]) -> None:
+    store = Store.open(path, warn=warnings.append)
+    run = store.start_run(POLICY, "0.1", "boot")
+    store.record_fact(run, Exited(at_ns=4, launch=6, code=0))
+    store.record_fact(run, GateSampled(at_ns=5, launch=7))
+    assert store.close()
+    again = Store.open(path, warn=warnings.append)
+    assert again.next_launch() == 7
+    assert again.close()

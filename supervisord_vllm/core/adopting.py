@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from supervisord_vllm.core import codec, proof, telling
 from supervisord_vllm.core.actions import Action as Act
-from supervisord_vllm.core.actions import Adopt, Canary, EndTree, Reap, Stop, Weigh
+from supervisord_vllm.core.actions import Adopt, Canary, EndTree, Exit, Reap, Stop, Weigh
 from supervisord_vllm.core.decision import Decision, Move
 from supervisord_vllm.core.diagnosis import Action, Kind
 from supervisord_vllm.core.facts import DaemonStarted, Hold, LeftoversReaped
@@ -24,7 +24,7 @@ from supervisord_vllm.core.observations import Known
 from supervisord_vllm.core.policy import SECOND, Policy
 from supervisord_vllm.core.remedies import apply
 from supervisord_vllm.core.state import Ending, Incident, Launch, Plan, State, StateName
-from supervisord_vllm.core.steps import Step, enter, to_gate, to_given_up
+from supervisord_vllm.core.steps import GIVEN_UP_STATUS, Step, enter, to_gate, to_given_up
 from supervisord_vllm.core.stopping import leave_stopping
 
 _WITH_ENGINE = frozenset(
@@ -227,7 +227,11 @@ def reaped(policy: Policy, state: State, fact: LeftoversReaped) -> Step:
         text = (
             f"Processes of an earlier launch cannot be ended: {names}. Look at their state with `ps -o pid,stat,wchan`."
         )
-        return to_given_up(policy, state, fact.at_ns, text)
+        shutdown = state.ending is not None and state.ending.why == "shutdown"
+        state, actions = to_given_up(policy, state, fact.at_ns, text)
+        if shutdown and Exit(GIVEN_UP_STATUS) not in actions:
+            actions = (*actions, Exit(GIVEN_UP_STATUS))
+        return state, actions
     if state.ending is not None:
         return leave_stopping(policy, state, fact.at_ns)
     return to_gate(state, fact.at_ns)

@@ -146,9 +146,15 @@ def command_idle(policy: Policy, state: State, fact: Commanded) -> Step:
 
 
 def command_adopting(policy: Policy, state: State, fact: Commanded) -> Step:
-    """While leftovers are ended: stop and shutdown mean that no launch follows."""
+    """While leftovers are ended: after stop and shutdown no launch follows, but they are ended: nobody else would."""
     if held := _hold(policy, state, fact):
         return held
     if fact.verb not in ("stop", "shutdown"):
         return state, ()
-    return enter(state, StateName.STOPPED, fact.at_ns), (Exit(0),) if fact.verb == "shutdown" else ()
+    if not state.since_ns:  # before the first fact: nothing was begun
+        return enter(state, StateName.STOPPED, fact.at_ns), (Exit(0),) if fact.verb == "shutdown" else ()
+    ending = state.ending or Ending("operator", fact.at_ns, gone=True)
+    why: Literal["operator", "shutdown"] = "operator"
+    if fact.verb == "shutdown" or ending.why == "shutdown":
+        why = "shutdown"
+    return replace(state, ending=replace(ending, why=why)), ()

@@ -378,7 +378,9 @@ def _planned_outlook(policy: Policy, state: State) -> tuple[str, int | None]:
 def outlook(policy: Policy, state: State) -> tuple[str, int | None]:
     """What will happen next by itself, and when (CLOCK_BOOTTIME ns; ``None`` where no time is fixed)."""
     if state.name is StateName.ADOPTING:
-        return "end what an earlier launch left, then open the gate", None
+        wish = state.ending.why if state.ending is not None else ""
+        then = {"shutdown": "exit", "operator": "stay stopped"}.get(wish, "open the gate")
+        return f"end what an earlier launch left, then {then}", None
     if state.name is StateName.GATING and state.gate is not None:
         what = f"launch {state.next_launch} once the gate opens"
         waits = f" ({state.gate.waits_for})" if state.gate.waits_for else ""

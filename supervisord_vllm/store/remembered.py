@@ -34,7 +34,7 @@ def remembered(connection: sqlite3.Connection) -> Remembered:
         run=_maximum(connection, "SELECT max(run) FROM runs"),
         launch=max(
             _maximum(connection, "SELECT max(number) FROM launches"),
-            _maximum(connection, "SELECT max(launch) FROM facts"),
+            _maximum(connection, "SELECT max(launch) FROM facts WHERE type <> 'GateSampled'"),
         ),
         decision=_maximum(connection, "SELECT max(number) FROM decisions"),
         meta={str(key): loads(value) for key, value in connection.execute("SELECT key, value FROM meta")},

@@ -103,12 +103,12 @@ def points_of(story: str) -> list[str]:
     """The points of a story, in order. Raises `AssertionError` where a write escapes the count."""
     with instance_of(story) as it:
         trace = it.folder / "trace"
-        _prepare(it, story)
+        prepare(it, story)
         start(it, trace)
         _live(it, story)
         assert it.process is not None
         assert it.process.returncode == 0
-        _check(it)
+        check(it)
         lines = traced(trace)
     escaped = {line["escaped"] for line in lines if "escaped" in line}
     assert not escaped, f"written in a way that is no crash point yet: {escaped}"
@@ -138,18 +138,19 @@ def survive(case: Case) -> str:
     with instance_of(case.story) as it:
         trace = it.folder / "trace"
         try:
-            _prepare(it, case.story)
+            prepare(it, case.story)
             start(it, trace, case.point, case.mode)
             _live(it, case.story)
             assert it.process is not None
             told = _after(it, case, traced(trace))
-            _check(it)
+            check(it)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}\n{it.told()}") from error
     return f"{case}: {told} ({time.monotonic() - begun:.1f} s)"
 
 
-def _prepare(it: DaemonProcess, story: str) -> None:
+def prepare(it: DaemonProcess, story: str) -> None:
+    """What happened before the story: nothing, or a daemon that was killed while its engine served."""
     if story not in ("recovery", "leftovers"):
         return
     start_again(it)
@@ -211,7 +212,7 @@ def _starts(it: DaemonProcess) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _check(it: DaemonProcess) -> None:
+def check(it: DaemonProcess) -> None:
     """What holds at the end of every case."""
     assert it.marked() == [], "processes with our marker are left"
     assert not (it.folder / "two-at-once").exists(), "an engine was started beside another one"
