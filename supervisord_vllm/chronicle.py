@@ -21,6 +21,7 @@ from supervisord_vllm.core.facts import (
     Exited,
     Fact,
     LeftoversReaped,
+    ReliefJudged,
     Spawned,
     SpawnFailed,
     TreeEnded,
@@ -174,7 +175,7 @@ class Chronicle:
 
     def note(self, before: State, after: State, fact: Fact) -> None:
         """What one fact means for the launches' records and the durations."""
-        store, launch = self._store, before.launch
+        store = self._store
         self._keep_lasting(after, fact)
         if isinstance(fact, Commanded) and fact.verb == "reset":
             store.clear_exhausted()
@@ -187,9 +188,18 @@ class Chronicle:
             self._take_up(after)
         if isinstance(fact, LeftoversReaped) and not fact.survivors:
             store.leftovers_ended()
+        self._of_launch(before, after, fact)
+
+    def _of_launch(self, before: State, after: State, fact: Fact) -> None:
+        """What a fact of the present launch means."""
+        store, launch = self._store, before.launch
         if launch is None or fact.launch not in (0, launch.number):
             return
-        if isinstance(fact, Spawned):
+        if isinstance(fact, ReliefJudged):
+            change = before.last_decision
+            if fact.keep and launch.probe is not None and change is not None and change.moves:
+                self._say(change.number, f"kept: {fact.text}")
+        elif isinstance(fact, Spawned):
             store.launch_started(
                 launch.number, launch.levers, fact.argv, fact.pid, fact.log, fingerprint=self._policy.fingerprint
             )

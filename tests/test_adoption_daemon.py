@@ -161,6 +161,7 @@ def test_a_program_that_does_not_start_is_noticed_before_the_daemon_lets_go() ->
 @pytest.mark.parametrize("how", ["kill", "upgrade"])
 def test_a_stop_in_progress_goes_on_with_what_is_left_of_its_time(how: str) -> None:
     with daemon(faults="ignore-term launch=1") as it:
+        it.policy.write_text(it.policy.read_text() + '[stop]\ngrace = "8s"\n')
         it.start()
         it.reaches("serving", 1)
         it.verb("stop")
