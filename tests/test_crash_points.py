@@ -25,6 +25,8 @@ from crash.stories import (
 )
 from daemon_process import until
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = 1
 """Of each story, in a run of the suite."""
 FOUND = (

@@ -17,6 +17,8 @@ from daemon_process import DaemonProcess, daemon, until
 from supervisord_vllm.holes import DataReader, data_from
 from supervisord_vllm.store.launch_logs import launch_log
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 FLOOD = """
 import time

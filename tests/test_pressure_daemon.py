@@ -8,12 +8,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from daemon_process import DaemonProcess, daemon, until
 from load import loaded
 from supervisord_vllm.core.machine import decide
 from supervisord_vllm.core.state import State
 from supervisord_vllm.replay import replay
 from supervisord_vllm.store import History
+
+pytestmark = pytest.mark.slow
 
 SLOTS = """\
 [[ladder]]

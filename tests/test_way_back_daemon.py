@@ -10,9 +10,13 @@ import sqlite3
 import threading
 from typing import Any
 
+import pytest
+
 from daemon_process import PATIENCE_S, DaemonProcess, daemon, until
 from supervisord_vllm.cli.daemon import ask
 from supervisord_vllm.clock import parse_rfc3339
+
+pytestmark = pytest.mark.slow
 
 ONLY_EAGER = '[[ladder]]\nlever = "enforce-eager"\n[step-up]\nafter = "1s"\n'
 WEEK_S = 8 * 24 * 3600
