@@ -123,6 +123,7 @@ class EngineLaunch:
         self._child: Child | None = None
         self._tail: Tail | None = None
         self._exited = asyncio.Event()
+        self._over = asyncio.Event()
         self._spawned: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()
@@ -270,9 +271,10 @@ class EngineLaunch:
             self._out.post(OomKilled(at_ns=boottime_ns(), launch=self.order.number, count=self._killed))
 
     async def _read(self) -> None:
-        """The output: copied, and turned into facts."""
+        """The output: copied, and turned into facts, until nothing is left that could print: a resource tracker speaks
+        last, after the main process is gone."""
         known = (HEAD_BYTES, self._copied - REPLAYED_BYTES)
-        self._tail = tail(self.order.log, stopped=self._exited, omit=known)
+        self._tail = tail(self.order.log, stopped=self._over, omit=known)
         async for lines in self._tail:
             for count, (line, end) in enumerate(zip(lines, lines.ends, strict=True), 1):
                 if self._cut is not None and end > self._cut:
@@ -409,6 +411,7 @@ class EngineLaunch:
             launch, child = self.order.number, self._child
             self._out.told(f"the end of launch {launch} did not go in order ({error!r}): its tree is killed")
             survivors = await end_tree(child, patience=self.order.patience) if child is not None else ()
+            self._over.set()
             verdict = self._classifier.verdict(expected_stop=phase is not None)
             self._out.post(Diagnosed(at_ns=boottime_ns(), launch=launch, diagnosis=verdict))
             self._out.post(TreeEnded(at_ns=boottime_ns(), launch=launch, survivors=survivors))
@@ -441,6 +444,7 @@ class EngineLaunch:
             survivors = await end_tree(child, patience=self.order.patience)
         if not survivors:
             await self._exited.wait()
+        self._over.set()
         if self._reader is not None:
             await asyncio.wait((self._reader,), timeout=OUTPUT_DEADLINE_S)
         ended = child.exit
