@@ -207,7 +207,7 @@ class Daemon:
             raise RefusedError("the daemon is only starting; try again in a moment")
         carried = json.dumps(carry(self.state))
         try:
-            version = await asyncio.to_thread(try_command, carried, os.environ)
+            version = await asyncio.to_thread(try_command, carried, os.environ, self.settings.state_dir)
         except TrialError as error:
             raise RefusedError(f"it would not start, so this daemon goes on: {error}") from error
         if self._launch is not None:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -55,14 +56,22 @@ def _replaced(handover: Handover) -> str:
         return f"cannot execute {argv[0]}: {error.strerror}"
 
 
-def try_out(settings: Settings) -> int:
-    """Whether this program could take over from the daemon that asks: the policy is good already, is the state that
-    comes on standard input readable? Says so on standard output."""
+def try_out(settings: Settings, state_dir: Path) -> str | None:
+    """Why this program could not take over from the daemon that asks and keeps its state there: the policy is good
+    already, is the state that comes on standard input readable? Where it could, it says so on standard output."""
+    if settings.state_dir != state_dir:
+        return (
+            f"state-dir would be {settings.state_dir} instead of {state_dir}: what lives there would not be ours any"
+            " more; stop the daemon and start it anew"
+        )
     if carried(sys.stdin.read()) is None:
-        raise ConfigError("this version cannot read the state of the running one, so the engine would be restarted")
-    _check_command(settings)
+        return "this version cannot read the state of the running one, so the engine would be restarted"
+    try:
+        _check_command(settings)
+    except ConfigError as error:
+        return str(error)
     sys.stdout.write(json.dumps({"version": __version__}))
-    return ExitCode.DONE
+    return None
 
 
 def _run_once(

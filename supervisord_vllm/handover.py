@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 HANDOVER = "SUPERVISE_HANDOVER"
 """Names the descriptor of the document, to the process that replaces us."""
 TRIAL = "SUPERVISE_UPGRADE_TRIAL"
-"""Set to 1 for a process that only says whether it could take over."""
+"""Names our state directory to a process that only says whether it could take over."""
 LARGEST = 64 << 20
 TRIAL_S = 60.0
 """A program that has not said within this that it can take over does not."""
@@ -88,7 +89,7 @@ class TrialError(Exception):
     """The program that would take over does not; the text is one line that says why."""
 
 
-def try_command(carried: str, environ: MutableMapping[str, str], timeout_s: float = TRIAL_S) -> str:
+def try_command(carried: str, environ: MutableMapping[str, str], state_dir: Path, timeout_s: float = TRIAL_S) -> str:
     """Let the program that would take over say that it can: it reads its policy and our state, no more. Its version.
 
     Raises:
@@ -98,7 +99,7 @@ def try_command(carried: str, environ: MutableMapping[str, str], timeout_s: floa
     try:
         tried = subprocess.run(
             argv,
-            env={**environ, TRIAL: "1"},
+            env={**environ, TRIAL: str(state_dir)},
             input=carried.encode(),
             capture_output=True,
             timeout=timeout_s,

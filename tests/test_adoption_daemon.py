@@ -155,6 +155,8 @@ def test_a_program_that_does_not_start_is_noticed_before_the_daemon_lets_go() ->
         assert "unheard-of" in said
         assert "this daemon goes on" in said
         assert it.reaches("serving", 1)["daemon"] == {**before["daemon"], "counters": it.status()["daemon"]["counters"]}
+        it.policy.write_text(good.replace("/state", "/elsewhere"))
+        assert "state-dir would be" in it.verb("upgrade", "--state-dir", str(it.folder / "state"), status=3)
         it.policy.write_text(good)
 
 

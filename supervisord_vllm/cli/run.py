@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from supervisord_vllm.cli.policyfile import ConfigOption, SetOption, settings_of
+from supervisord_vllm.cli.policyfile import ConfigOption, SetOption, refuse, settings_of
 
 
 def run(
@@ -26,7 +27,8 @@ def run(
     from supervisord_vllm.foreground import try_out
     from supervisord_vllm.handover import TRIAL
 
-    if os.environ.get(TRIAL) == "1":
-        raise typer.Exit(try_out(settings))
-
+    if state_dir := os.environ.get(TRIAL):
+        if (problem := try_out(settings, Path(state_dir))) is not None:
+            refuse((problem,), as_json=False)
+        return
     raise typer.Exit(supervise(settings, reset=reset))
