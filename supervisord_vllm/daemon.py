@@ -191,13 +191,17 @@ class Daemon:
         """An operator's word (see `api.Control`)."""
         if verb == "upgrade":
             return await self._upgrade(reason, by)
-        answer: asyncio.Future[tuple[State, State]] = asyncio.get_running_loop().create_future()
         now = boottime_ns()
         fact = Commanded(at_ns=now, verb=verb, reason=reason, by=by, lever=lever, direction=direction, for_ns=for_ns)
-        self._queue.put_nowait(_Asked(fact, answer))
-        before, after = await answer
+        before, after = await self._decided(fact)
         self._log.info("command", verb=verb, by=by, reason=reason or None, state=after.name.value)
         return reply(self.policy, fact, before, after)
+
+    async def _decided(self, fact: Fact) -> tuple[State, State]:
+        """Put a fact into the queue and wait for its turn: the states before and after it."""
+        answer: asyncio.Future[tuple[State, State]] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Asked(fact, answer))
+        return await answer
 
     async def _upgrade(self, reason: str, by: str) -> str:
         """Let the program behind our own command take over in this process, once it has said that it can."""
@@ -212,9 +216,7 @@ class Daemon:
             raise RefusedError(f"it would not start, so this daemon goes on: {error}") from error
         if self._launch is not None:
             await self._launch.settled()
-        answer: asyncio.Future[tuple[State, State]] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Asked(Tick(at_ns=boottime_ns()), answer))
-        await answer  # whatever was seen before this is in the state
+        await self._decided(Tick(at_ns=boottime_ns()))  # whatever was seen before this is in the state
         if self._exit is not None:
             raise RefusedError("the daemon is ending already")
         self._log.warning("upgrade", by=by, reason=reason or None, before=__version__, after=version)

@@ -6,7 +6,6 @@ that a full or hung disk has no say; every descriptor in it survives the execve 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -76,13 +75,6 @@ def _read(document: Any) -> Handover:  # noqa: ANN401 - JSON of another version
         key: tuple(value) if isinstance(value, list) else value for key, value in document.items() if key in known
     }
     return Handover(**given)
-
-
-def drop(handover: Handover) -> None:
-    """Close everything that was handed over."""
-    for descriptor in handover.descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
 
 
 class TrialError(Exception):

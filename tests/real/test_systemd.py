@@ -257,16 +257,21 @@ def test_a_stop_waits_for_an_engine_as_long_as_the_policy_says(one: Service) -> 
     one.is_empty()
 
 
+def stop_a_deaf_daemon(it: Service) -> int:
+    """systemd kills it in the end; returned is what escaped from the engine, which must be gone with the rest."""
+    it.misbehave("escape-bare")
+    it.drop_in("deaf", DEAF)
+    it.systemctl("start")
+    it.reaches("serving", 1)
+    orphan = int(it.machine.path(f"{it.folder}/made").read_text())
+    it.systemctl("stop", status=None)
+    assert it.show("Result")["Result"] == "timeout"
+    it.is_empty()
+    return orphan
+
+
 def test_a_daemon_that_does_not_stop_is_killed_with_all_of_its_engine(one: Service) -> None:
-    one.misbehave("escape-bare")
-    one.drop_in("deaf", DEAF)
-    one.systemctl("start")
-    one.reaches("serving", 1)
-    orphan = int(one.machine.path(f"{one.folder}/made").read_text())
-    one.systemctl("stop", status=None)
-    assert one.show("Result")["Result"] == "timeout"
-    one.is_empty()
-    assert not one.exists(orphan)
+    assert not one.exists(stop_a_deaf_daemon(one))
 
 
 # --- upgrade ---
@@ -373,16 +378,8 @@ def test_a_restart_by_the_operator_is_a_stop_and_a_start(adopting: Service) -> N
 
 
 def test_a_daemon_that_does_not_stop_is_killed_and_its_engine_is_reaped(adopting: Service) -> None:
-    it = adopting
-    it.misbehave("escape-bare")
-    it.drop_in("deaf", DEAF)
-    it.systemctl("start")
-    it.reaches("serving", 1)
-    orphan = int(it.machine.path(f"{it.folder}/made").read_text())
-    it.systemctl("stop", status=None)
-    assert it.show("Result")["Result"] == "timeout"
-    it.is_empty()
-    assert not it.exists(orphan), "reap looks into the unit's cgroups, not only into its own"
+    orphan = stop_a_deaf_daemon(adopting)
+    assert not adopting.exists(orphan), "reap looks into the unit's cgroups, not only into its own"
 
 
 def test_a_daemon_that_is_killed_in_the_middle_of_a_stop_leaves_no_engine(adopting: Service) -> None:
