@@ -120,15 +120,11 @@ class Exporter(Collector):
             for bound, value in (("estimate", rate.per_hour), ("low", rate.low), ("high", rate.high)):
                 growth.add_metric([gpu, bound], value / 3600)
         yield growth
-        held = _gauge("held", "1 while an operator holds the configuration")
-        held.add_metric([], float(snapshot.held))
-        yield held
+        yield _single("held", "1 while an operator holds the configuration", float(snapshot.held))
         if snapshot.strained is not None:
             yield from _pressure(snapshot.strained)
         yield from _proof(snapshot.proof)
-        budget = _gauge("budget_remaining", "Same-again restarts left in the window")
-        budget.add_metric([], snapshot.budget_left)
-        yield budget
+        yield _single("budget_remaining", "Same-again restarts left in the window", snapshot.budget_left)
         lost = CounterMetricFamily(f"{PREFIX}lost", "What could not be recorded, copied or used", labels=["what"])
         for what, count in sorted(snapshot.counters.items()):
             lost.add_metric([what], count)
@@ -169,16 +165,19 @@ def _levers(name: str, text: str, levers: Levers) -> GaugeMetricFamily:
     return family
 
 
+def _single(name: str, text: str, value: float) -> GaugeMetricFamily:
+    """A gauge without labels."""
+    family = _gauge(name, text)
+    family.add_metric([], value)
+    return family
+
+
 def _pressure(strained: Strained) -> Iterator[Metric]:
-    loss = _gauge("pressure_loss_ratio", "Share of the service that is lost to slowness now, 0 to 1")
-    loss.add_metric([], strained.loss)
-    yield loss
-    lost = _gauge("pressure_lost_seconds", "Outage-equivalent seconds that slowness has cost in this episode")
-    lost.add_metric([], strained.lost_s)
-    yield lost
-    worth = _gauge("pressure_worth_seconds", "Lost seconds at which a restart pays")
-    worth.add_metric([], strained.worth_s)
-    yield worth
+    yield _single("pressure_loss_ratio", "Share of the service that is lost to slowness now, 0 to 1", strained.loss)
+    yield _single(
+        "pressure_lost_seconds", "Outage-equivalent seconds that slowness has cost in this episode", strained.lost_s
+    )
+    yield _single("pressure_worth_seconds", "Lost seconds at which a restart pays", strained.worth_s)
     verdict = _gauge("pressure_verdict", "1 for the resource that binds an engine that is too slow", ["verdict"])
     for name in VERDICTS:
         verdict.add_metric([name], float(name == strained.verdict))
@@ -194,12 +193,12 @@ def _pressure(strained: Strained) -> Iterator[Metric]:
             target.add_metric([what], ns / SECOND_NS)
     yield target
     if strained.engines is not None:
-        engines = _gauge("pressure_engines_needed", "Engines of this size that the load of five minutes needs")
-        engines.add_metric([], strained.engines)
-        yield engines
-    missed = _gauge("metrics_pages_missed", "Pages of the engine's /metrics in a row that could not be read")
-    missed.add_metric([], strained.missed)
-    yield missed
+        yield _single(
+            "pressure_engines_needed", "Engines of this size that the load of five minutes needs", strained.engines
+        )
+    yield _single(
+        "metrics_pages_missed", "Pages of the engine's /metrics in a row that could not be read", strained.missed
+    )
 
 
 def _proof(shown: Mapping[str, Any] | None) -> Iterator[Metric]:
